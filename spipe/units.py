@@ -1,0 +1,280 @@
+"""Spec files: units in the keys, converted once, and errors in the words of the file.
+
+Inside, every quantity is in base units and its name says so (``_s``, ``_bytes``, ``_flops``, ``_bytes_per_s``). A file
+may use the human unit instead (``latency_us``, ``memory_gib``, ``peak_tflops``, ``bandwidth_gb_per_s``); the tables
+here translate keys and values both ways.
+"""
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+
+from spipe.errors import SpipeError, unknown
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A human unit: ``base value = human value * multiplier / divisor`` (one of the two is 1: a single rounding)."""
+
+    suffix: str
+    meaning: str
+    multiplier: float = 1.0
+    divisor: float = 1.0
+
+    def to_base(self, value: float) -> float:
+        return value * self.multiplier / self.divisor
+
+    def from_base(self, value: float) -> float:
+        return value * self.divisor / self.multiplier
+
+
+# Suffix of the base unit -> human units; the first one is written. The first suffix that fits a field name counts.
+UNITS: dict[str, tuple[Unit, ...]] = {
+    "_bytes_per_s": (Unit("_gb_per_s", "1e9 bytes per second", multiplier=1e9),),
+    "_parameters_per_s": (Unit("_billion_parameters_per_s", "1e9 parameters per second", multiplier=1e9),),
+    "_bytes": (
+        Unit("_gib", "2**30 bytes", multiplier=2.0**30),
+        Unit("_gb", "1e9 bytes", multiplier=1e9),
+        Unit("_mib", "2**20 bytes", multiplier=2.0**20),
+    ),
+    "_flops": (
+        Unit("_tflops", "1e12 operations per second", multiplier=1e12),
+        Unit("_gflops", "1e9 operations per second", multiplier=1e9),
+    ),
+    "_s_per_op": (Unit("_us_per_op", "microseconds per op", divisor=1e6),),
+    "_s": (Unit("_us", "microseconds", divisor=1e6), Unit("_ms", "milliseconds", divisor=1e3)),
+}
+
+KeyPath = tuple[str | int, ...]
+
+_UNIT_WORD = re.compile(
+    r"|[kmgt]?i?b(ps|its?)?|bytes?|per|billion|million|param(eter)?s|op|[num]?s|sec(onds?)?|[gmtp]?flops?",
+    re.IGNORECASE,
+)
+
+
+def _real(value: object) -> object:
+    """Numbers only: no booleans, no text except the JSON spelling of infinity."""
+    if value == "inf":
+        return math.inf
+    if isinstance(value, bool | str):
+        raise ValueError("should be a number")
+    return value
+
+
+def _json_number(value: float) -> float | str:
+    return "inf" if value == math.inf else value
+
+
+Positive = Annotated[float, BeforeValidator(_real), Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, BeforeValidator(_real), Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, BeforeValidator(_real), Field(gt=0, le=1, allow_inf_nan=False)]
+# Positive, and possibly infinite; JSON has no infinity, so it is written as the text "inf" there.
+Unlimited = Annotated[float, BeforeValidator(_real), Field(gt=0), PlainSerializer(_json_number, when_used="json")]
+
+
+class Spec(BaseModel):
+    """A frozen, strictly checked description. Every way to build one raises `SpipeError` with a readable message."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    if not TYPE_CHECKING:  # the generated signature stays visible to type checkers
+
+        def __init__(self, **data: Any) -> None:
+            try:
+                super().__init__(**data)
+            except ValidationError as error:
+                raise invalid(type(self), error) from None
+
+        # Without this mark pydantic would call __init__ for nested specs, too, and lose the path to the field.
+        __init__.__pydantic_base_init__ = True
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            raise invalid(cls, error) from None
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        try:
+            return super().model_validate_json(json_data, **options)
+        except ValidationError as error:
+            raise invalid(cls, error) from None
+
+    @classmethod
+    def from_table(cls, data: Mapping[str, Any], source: str) -> Self:
+        """A spec from a file's table, whose keys may carry human units; messages start with ``source``."""
+        written: dict[KeyPath, tuple[str, Any]] = {}
+        try:
+            base = to_base_units(cls, data, (), written)
+        except SpipeError as error:
+            raise SpipeError(f"{source}: {error}") from None
+        try:
+            return super().model_validate(base)
+        except ValidationError as error:
+            raise invalid(cls, error, source, written) from None
+
+    def replace(self, **changes: Any) -> Self:
+        """A checked copy with some fields changed (``model_copy(update=...)`` does not check)."""
+        return type(self)(**{**dict(self), **changes})
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+
+def units_of(field: str) -> tuple[Unit, ...]:
+    """The human units in which a file may give ``field``."""
+    return next((units for suffix, units in UNITS.items() if field.endswith(suffix)), ())
+
+
+def _stem(field: str) -> str:
+    return next((field.removesuffix(suffix) for suffix in UNITS if field.endswith(suffix)), field)
+
+
+def _human_keys(cls: type[BaseModel]) -> dict[str, tuple[str, Unit]]:
+    """Key in a file -> (field, unit)."""
+    return {_stem(field) + unit.suffix: (field, unit) for field in cls.model_fields for unit in units_of(field)}
+
+
+def nested_spec(annotation: Any) -> type[Spec] | None:
+    """The spec class inside an annotation such as ``Cpu``, ``tuple[Link, ...]`` or ``UnitCost | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, Spec):
+        return annotation
+    return next((found for argument in get_args(annotation) if (found := nested_spec(argument))), None)
+
+
+def to_base_units(
+    cls: type[Spec], data: Mapping[str, Any], path: KeyPath = (), written: dict[KeyPath, tuple[str, Any]] | None = None
+) -> dict[str, Any]:
+    """The fields of ``cls`` in base units, from a file's table that may use human units.
+
+    ``written`` collects, for each converted field, the key and value as the file has them (for messages).
+    """
+    keys = _human_keys(cls)
+    result: dict[str, Any] = {}
+    for key, value in data.items():
+        field, unit = keys[key] if key in keys and key not in cls.model_fields else (key, None)
+        if field in result:
+            raise SpipeError(f"{dotted((*path, key))}: the same quantity is given twice; keep one of its units")
+        if unit is not None:
+            if written is not None:
+                written[(*path, field)] = (key, value)
+            result[field] = _scaled(unit.to_base, value)
+            continue
+        info = cls.model_fields.get(field)
+        inner = nested_spec(info.annotation) if info else None
+        if inner and isinstance(value, Mapping):
+            value = to_base_units(inner, value, (*path, field), written)
+        elif inner and isinstance(value, list):
+            value = [
+                to_base_units(inner, item, (*path, field, i), written) if isinstance(item, Mapping) else item
+                for i, item in enumerate(value)
+            ]
+        result[field] = value
+    return result
+
+
+def to_human_units(spec: Spec) -> dict[str, Any]:
+    """A table for a file: human units where the way back is exact to the last bit, base units elsewhere, no nulls."""
+    result: dict[str, Any] = {}
+    for field in type(spec).model_fields:
+        value = getattr(spec, field)
+        if value is None or value in ((), {}):
+            continue
+        if isinstance(value, Spec):
+            result[field] = to_human_units(value)
+        elif isinstance(value, tuple):
+            result[field] = [to_human_units(item) if isinstance(item, Spec) else item for item in value]
+        else:
+            for unit in units_of(field)[:1]:
+                human = _scaled(unit.from_base, value)
+                if _scaled(unit.to_base, human) == value:
+                    result[_stem(field) + unit.suffix] = human
+                    break
+            else:
+                result[field] = dict(value) if isinstance(value, Mapping) else value
+    return result
+
+
+def _scaled(convert: Any, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _scaled(convert, item) for key, item in value.items()}
+    return convert(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def dotted(path: KeyPath) -> str:
+    """``("links", 2, "a")`` -> ``links[2].a``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else (f".{part}" if text else str(part))
+    return text
+
+
+def invalid(
+    cls: type[BaseModel],
+    error: ValidationError,
+    source: str = "",
+    written: Mapping[KeyPath, tuple[str, Any]] | None = None,
+) -> SpipeError:
+    """One message for all that is wrong with a spec: the field, its value and what is allowed."""
+    messages = [_message(cls, details, written or {}) for details in error.errors(include_url=False)]
+    shown = messages[:5] + ([f"and {len(messages) - 5} more"] if len(messages) > 5 else [])
+    return SpipeError(f"{source or cls.__name__}: {'; '.join(shown)}")
+
+
+def _message(cls: type[BaseModel], details: Any, written: Mapping[KeyPath, tuple[str, Any]]) -> str:
+    path: KeyPath = tuple(details["loc"])
+    if details["type"] == "extra_forbidden":
+        return _unknown_key(cls, path)
+    if details["type"] == "missing":
+        units = units_of(str(path[-1]))
+        also = "".join(f" or {_stem(str(path[-1])) + unit.suffix!r}" for unit in units)
+        return f"{dotted(path)} is missing{f' (write {path[-1]!r}{also})' if also else ''}"
+    reason = re.sub(r"^(Value error, )?(Input )?", "", details["msg"])
+    if details["type"] == "value_error" and (not path or isinstance(details["input"], Mapping)):
+        return f"{dotted(path)}: {reason}" if path else reason
+    key, value = written.get(path, (None, details["input"]))
+    name = dotted((*path[:-1], key)) if key else dotted(path)
+    if key and details["type"].startswith(("greater", "less")) and units_of(str(path[-1])):
+        reason += f" (in {path[-1]}: {details['input']!r})" if "0" not in reason.split() else ""
+    return f"{name} = {value!r} {reason}"
+
+
+def _unknown_key(cls: type[BaseModel], path: KeyPath) -> str:
+    """What to write instead of a key that no field has."""
+    owner: type[BaseModel] = cls
+    for part in path[:-1]:
+        if isinstance(part, str) and part in owner.model_fields:
+            owner = nested_spec(owner.model_fields[part].annotation) or owner
+    key = str(path[-1])
+    for field in owner.model_fields:
+        rest = key.removeprefix(_stem(field))
+        if units_of(field) and rest != key and all(map(_UNIT_WORD.fullmatch, rest.split("_"))):
+            allowed = [f"{_stem(field) + unit.suffix!r} ({unit.meaning})" for unit in units_of(field)]
+            return f"{dotted(path)}: not a unit for this quantity; write {' or '.join([*allowed, repr(field)])}"
+    names = [*owner.model_fields, *_human_keys(owner)]
+    return str(unknown("key", key, names, f"(in {dotted(path[:-1]) or 'the top level'})"))
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The top-level table of a TOML or JSON file; errors name the file and, for syntax, the line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpipeError(f"cannot read {path}: {error}") from None
+    try:
+        data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise SpipeError(f"{path}: {error}") from None
+    if not isinstance(data, dict):
+        raise SpipeError(f"{path}: expected a table of fields, found {type(data).__name__}")
+    return data

@@ -1,0 +1,527 @@
+"""Lower a compute order to a program: add weights, messages, stage inputs, gradients, the optimizer, and one order.
+
+Works on integers; op objects exist only at the edges. Each section below adds the ops of one concern and the
+dependencies that make it correct. Slot reuse is a dependency like any other; what a slot's first user of a step waits
+for is the last user of that slot in the previous step (``carried``).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, pairwise
+
+from spipe.errors import SpipeError
+from spipe.layout import Layout
+from spipe.ops import Kind
+from spipe.options import Options
+from spipe.program import Lane, Program
+from spipe.schedules import ComputeOrder
+
+_CLASS = [4] * len(Kind)  # ties in logical time: FREE, activation and gradient, stage input, FETCH, the rest
+_CLASS[Kind.FREE] = 0
+for _kind in (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT):
+    _CLASS[_kind] = 1
+for _kind in (Kind.SEND_STAGE_INPUT, Kind.RECV_STAGE_INPUT, Kind.STORE_STAGE_INPUT, Kind.LOAD_STAGE_INPUT):
+    _CLASS[_kind] = 2
+_CLASS[Kind.FETCH] = 3
+
+_COST = {int(Kind.FORWARD): 1.0, int(Kind.RECOMPUTE): 1.0, int(Kind.BACKWARD): 2.0}
+
+
+def lower(
+    layout: Layout, order: ComputeOrder, num_microbatches: int, options: Options | None = None, *, tied: bool = False
+) -> Program:
+    """The program of one training step.
+
+    Args:
+        layout: stages and ranks.
+        order: each rank's compute order, from a generator in ``spipe.schedules``.
+        num_microbatches: microbatches per step.
+        options: slots, routes and optimizer order.
+        tied: the embedding's weight is also the head's: one parameter, stepped once with both gradients.
+
+    Raises:
+        SpipeError: if the dependencies are cyclic (too few slots for this order), naming the ops and numbers.
+    """
+    if num_microbatches < 1:
+        raise SpipeError(f"a step needs at least one microbatch, got {num_microbatches}")
+    return _Lowering(layout, order, num_microbatches, options or Options(), tied).program()
+
+
+class _Lowering:
+    def __init__(
+        self, layout: Layout, order: ComputeOrder, num_microbatches: int, options: Options, tied: bool
+    ) -> None:
+        self.layout, self.order, self.microbatches, self.options, self.tied = (
+            layout,
+            order,
+            num_microbatches,
+            options,
+            tied,
+        )
+        self.num_forward, self.num_backward = len(layout.forward), len(layout.backward)
+        self.stages = (*layout.forward, *layout.backward)
+        self.buckets = tuple(_buckets(stage.layers, options.bucket_layers) for stage in self.stages)
+        self.kind: list[int] = []
+        self.stage: list[int] = []
+        self.index: list[int] = []
+        self.visit: list[int] = []
+        self.rank: list[int] = []
+        self.lane: list[int] = []
+        self.deps: list[list[int]] = []
+        self.carried: list[list[int]] = []
+        self.partner: list[int] = []
+        self.slot: list[int] = []
+        self.weights: list[int] = []
+        self.compute: list[list[int]] = [[] for _ in range(layout.num_ranks)]
+        self.lanes: dict[tuple[str, int, int], int] = {}
+        self.messages: list[list[tuple[int, int, int, int]]] = []
+
+    def add(
+        self, kind: Kind, stage: int, index: int, rank: int, lane: str, deps: list[int],
+        peer: int = -1, visit: int = 0, slot: int = -1,
+    ) -> int:  # fmt: skip
+        key = (lane, min(rank, peer), max(rank, peer)) if peer >= 0 else (lane, rank, -1)
+        self.kind.append(int(kind))
+        self.stage.append(stage)
+        self.index.append(index)
+        self.visit.append(visit)
+        self.rank.append(rank)
+        self.lane.append(self.lanes.setdefault(key, len(self.lanes)))
+        self.deps.append(deps)
+        self.carried.append([])
+        self.partner.append(-1)
+        self.slot.append(slot)
+        self.weights.append(-1)
+        return len(self.kind) - 1
+
+    def program(self) -> Program:
+        self.add_compute()
+        self.add_weights()
+        self.add_tokens()
+        self.add_activations()
+        self.add_stage_inputs()
+        self.add_gradient_messages()
+        self.add_gradient_offload()
+        self.add_optimizer()
+        self.add_message_slots()
+        return self.sorted_program()
+
+    # ------------------------------------------------------------------ compute
+
+    def add_compute(self) -> None:
+        self.forward = [[-1] * self.microbatches for _ in range(self.num_forward)]
+        self.recompute = [[-1] * self.microbatches for _ in range(self.num_backward)]
+        self.backward = [[-1] * self.microbatches for _ in range(self.num_backward)]
+        for rank, steps in enumerate(self.order):
+            mine = self.compute[rank]
+            for pass_, k, m in steps:
+                if pass_ == "F":
+                    self.forward[k][m] = self.add(Kind.FORWARD, k, m, rank, "compute", [])
+                    mine.append(self.forward[k][m])
+                else:
+                    stage = self.num_forward + k
+                    self.recompute[k][m] = self.add(Kind.RECOMPUTE, stage, m, rank, "compute", [])
+                    self.backward[k][m] = self.add(Kind.BACKWARD, stage, m, rank, "compute", [self.recompute[k][m]])
+                    mine += (self.recompute[k][m], self.backward[k][m])
+        missing = [f"F{k} m{row.index(-1)}" for k, row in enumerate(self.forward) if -1 in row]
+        missing += [f"B{k} m{row.index(-1)}" for k, row in enumerate(self.backward) if -1 in row]
+        if missing:
+            raise SpipeError(f"the compute order has no entry for {', '.join(missing[:5])}")
+
+    # ------------------------------------------------------------------ weights
+
+    def add_weights(self) -> None:
+        """FETCH and FREE: one residency per visit, or per run of visits that reuse what is still there."""
+        self.fetches: list[int] = []
+        for rank in range(self.layout.num_ranks):
+            visits = self._visits(rank)
+            next_use = _next_uses([(self.stages[s].first, self.stages[s].stop) for s, _ in visits])
+            num_slots = self.options.weight_slots
+            holder: list[int] = [-1] * num_slots  # slot -> number of the visit last served from it
+            residency: list[tuple[int, list[int], int]] = []  # (stage, readers, slot)
+            resident: list[int] = [-1] * num_slots  # slot -> residency
+            for v, (stage, readers) in enumerate(visits):
+                layers = (self.stages[stage].first, self.stages[stage].stop)
+                slot = next(
+                    (
+                        s
+                        for s, u in enumerate(holder)
+                        if self.options.reuse_weights and u >= 0 and self._range(visits[u][0]) == layers
+                    ),
+                    -1,
+                )
+                if slot < 0:
+                    slot = self._victim(holder, next_use, v)
+                    residency.append((stage, [], slot))
+                    resident[slot] = len(residency) - 1
+                holder[slot] = v
+                number = resident[slot]
+                residency[number][1].extend(readers)
+                for reader in readers:
+                    self.weights[reader] = number
+            self._add_fetches(rank, residency)
+
+    def _range(self, stage: int) -> tuple[int, int]:
+        return self.stages[stage].first, self.stages[stage].stop
+
+    def _visits(self, rank: int) -> list[tuple[int, list[int]]]:
+        """Runs of consecutive compute ops that read the same layers: (stage number, ops)."""
+        visits: list[tuple[int, list[int]]] = []
+        for i in self.compute[rank]:
+            if not visits or self._range(visits[-1][0]) != self._range(self.stage[i]):
+                visits.append((self.stage[i], []))
+            visits[-1][1].append(i)
+        return visits
+
+    def _victim(self, holder: list[int], next_use: list[int], visit: int) -> int:
+        """The slot to fetch into: an empty one, else the farthest next use (if possible not the visit just before)."""
+        candidates = [s for s, u in enumerate(holder) if u < 0]
+        if candidates:
+            return candidates[0]
+        candidates = [s for s, u in enumerate(holder) if u != visit - 1] or list(range(len(holder)))
+        if not self.options.reuse_weights:
+            return min(candidates, key=lambda s: holder[s])
+        return max(candidates, key=lambda s: (next_use[holder[s]], -holder[s]))
+
+    def _add_fetches(self, rank: int, residency: list[tuple[int, list[int], int]]) -> None:
+        free_of_slot: dict[int, int] = {}
+        first_of_slot: dict[int, list[int]] = {}
+        for number, (stage, readers, slot) in enumerate(residency):
+            after = [free_of_slot[slot]] if slot in free_of_slot else []
+            fetch = [
+                self.add(Kind.FETCH, stage, b, rank, "h2d", list(after), visit=number, slot=slot)
+                for b in range(len(self.buckets[stage]))
+            ]
+            first_of_slot.setdefault(slot, fetch)
+            self.fetches += fetch
+            for reader in readers:
+                self.deps[reader] += fetch
+            free_of_slot[slot] = self.add(Kind.FREE, stage, 0, rank, "compute", [max(readers)], visit=number, slot=slot)
+            self.compute[rank].insert(self.compute[rank].index(max(readers)) + 1, free_of_slot[slot])
+        for slot, fetch in first_of_slot.items():
+            for i in fetch:
+                self.carried[i].append(free_of_slot[slot])
+
+    # ------------------------------------------------------------------ tokens, activations, stage inputs, gradients
+
+    def add_tokens(self) -> None:
+        """Token ids for the first forward and the bottom backward stage, labels for the top backward stage."""
+        readers: dict[int, list[list[int]]] = {}  # stage -> per microbatch, the compute ops that read tokens or labels
+        if self.num_forward:
+            readers[0] = [[op] for op in self.forward[0]]
+        for k in {0, self.num_backward - 1}:
+            readers[self.num_forward + k] = [list(ops) for ops in zip(self.recompute[k], self.backward[k], strict=True)]
+        self.loads: list[int] = []
+        for stage, rows in sorted(readers.items()):
+            rank = self.stages[stage].rank
+            loads = [self.add(Kind.LOAD_TOKENS, stage, m, rank, "h2d_in", []) for m in range(self.microbatches)]
+            self.loads += loads
+            for load, row in zip(loads, rows, strict=True):
+                self.deps[row[0]].append(load)
+            self._ring(loads, [row[-1] for row in rows], self.options.token_slots)
+
+    def add_activations(self) -> None:
+        self._messages(
+            Kind.SEND_ACTIVATION,
+            "p2p",
+            [(k, k, self.layout.forward[k - 1].rank, self.layout.forward[k].rank) for k in range(1, self.num_forward)],
+            producer=lambda k, m: self.forward[k - 1][m],
+            consumer=lambda k, m: self.forward[k][m],
+            waiting=lambda k, m: self.forward[k][m],
+        )
+
+    def add_gradient_messages(self) -> None:
+        ranks = [stage.rank for stage in self.layout.backward]
+        first_reader = self.recompute if self.options.recompute == "late" else self.backward
+        self._messages(
+            Kind.SEND_GRADIENT,
+            "p2p",
+            [(k, self.num_forward + k, ranks[k + 1], ranks[k]) for k in reversed(range(self.num_backward - 1))],
+            producer=lambda k, m: self.backward[k + 1][m],
+            consumer=lambda k, m: self.backward[k][m],
+            waiting=lambda k, m: first_reader[k][m],
+        )
+
+    def _messages(
+        self, send: Kind, lane: str, edges: Iterable[tuple[int, int, int, int]],
+        producer: Callable[[int, int], int], consumer: Callable[[int, int], int], waiting: Callable[[int, int], int],
+    ) -> None:  # fmt: skip
+        """Messages of one class; edges are (k, stage number of the consumer, source rank, destination rank)."""
+        pairs: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # (consumer, producer, send, recv)
+        recv = Kind(send + 1)
+        for k, stage, source, target in edges:
+            for m in range(self.microbatches):
+                produced, consumed = producer(k, m), consumer(k, m)
+                if source == target:
+                    self.deps[waiting(k, m)].append(produced)
+                    continue
+                sent = self.add(send, stage, m, source, lane, [produced], peer=target)
+                received = self.add(recv, stage, m, target, lane, [], peer=source)
+                self.partner[sent], self.partner[received] = received, sent
+                self.deps[waiting(k, m)].append(received)
+                pairs.setdefault((source, target), []).append((consumed, produced, sent, received))
+        self.messages += pairs.values()
+
+    def add_message_slots(self) -> None:
+        """Receive and send slots of activations and gradients, per pair of ranks.
+
+        Where a rank has to take in messages long before it can use them (a breadth-first ring with M > N), fewer slots
+        than messages in flight would stall the ring for good. So the receive slots are at least what is in flight when
+        every op starts as early as logical time allows; that schedule is a proof that the slots suffice.
+        """
+        leader, _ = self._nodes()
+        start, _ = self._traverse(leader, [0] * len(leader))
+        end = [s + c for s, c in zip(start, self._costs(), strict=True)]
+        for messages in self.messages:
+            by_consumer = sorted(messages)
+            arrivals = [(end[produced], 0, +1) for _, produced, _, _ in messages]
+            releases = [(end[consumed], 1, -1) for consumed, _, _, _ in messages]  # at equal times after arrivals
+            peak = max(accumulate(change for _, _, change in sorted(arrivals + releases)))
+            slots = max(peak, self.options.receive_slots)
+            self._ring([x[3] for x in by_consumer], [x[0] for x in by_consumer], slots)
+            by_producer = sorted(messages, key=lambda x: x[1])
+            self._ring([x[1] for x in by_producer], [x[2] for x in by_producer], self.options.send_slots, number=False)
+
+    def _ring(self, takers: Sequence[int], releasers: Sequence[int], num_slots: int, number: bool = True) -> None:
+        """The j-th taker uses slot j mod num_slots: it waits for the releaser of the slot's previous user."""
+        for j, taker in enumerate(takers):
+            if number:
+                self.slot[taker] = j % num_slots
+            if j >= num_slots:
+                self.deps[taker].append(releasers[j - num_slots])
+            else:
+                self.carried[taker].append(releasers[j + (len(takers) - 1 - j) // num_slots * num_slots])
+
+    def add_stage_inputs(self) -> None:
+        """The activations kept for recompute: kept where they are, sent when produced, or through host memory."""
+        loads: dict[int, list[tuple[int, int]]] = {}  # rank -> (reader, load)
+        for k, stage in enumerate(self.layout.backward):
+            source = self.layout.stage_input(k)
+            if source.origin == "tokens":
+                continue
+            number = self.num_forward + k
+            for m in range(self.microbatches):
+                produced = self.forward[source.forward][m]
+                reader = self.recompute[k][m]
+                if self.options.stage_input_route == "host":
+                    store = self.add(Kind.STORE_STAGE_INPUT, number, m, source.rank, "d2h_in", [produced])
+                    load = self.add(Kind.LOAD_STAGE_INPUT, number, m, stage.rank, "h2d_in", [store])
+                    self.carried[store].append(load)
+                    self.deps[reader].append(load)
+                    loads.setdefault(stage.rank, []).append((reader, load))
+                elif source.rank == stage.rank:
+                    self.deps[reader].append(produced)
+                else:
+                    sent = self.add(
+                        Kind.SEND_STAGE_INPUT, number, m, source.rank, "p2p_in", [produced], peer=stage.rank
+                    )
+                    got = self.add(Kind.RECV_STAGE_INPUT, number, m, stage.rank, "p2p_in", [], peer=source.rank)
+                    self.partner[sent], self.partner[got] = got, sent
+                    self.carried[got].append(self.backward[k][m])
+                    self.deps[reader].append(got)
+        for pairs in loads.values():
+            pairs.sort()
+            backward = [reader + 1 for reader, _ in pairs]  # BACKWARD follows its RECOMPUTE
+            self._ring([load for _, load in pairs], backward, self.options.stage_input_slots)
+
+    # ------------------------------------------------------------------ gradients to the host, optimizer
+
+    def add_gradient_offload(self) -> None:
+        """A stage accumulates into one slab from its first BACKWARD until its gradients are on the host."""
+        self.offloads: dict[tuple[int, int], int] = {}
+        for rank in range(self.layout.num_ranks):
+            mine = [k for k, stage in enumerate(self.layout.backward) if stage.rank == rank]
+            mine.sort(key=lambda k: min(self.backward[k]))
+            first, last = [min(self.backward[k]) for k in mine], [max(self.backward[k]) for k in mine]
+            alternating = max((sum(e >= f for f in first[j:]) for j, e in enumerate(last)), default=0)
+            num_slots = self.options.gradient_slots or max(2, alternating)
+            for j, k in enumerate(mine):
+                slot = j % num_slots
+                if j >= num_slots and first[j] < last[j - num_slots]:
+                    raise SpipeError(
+                        f"rank {rank} alternates between {alternating} backward stages but has "
+                        f"gradient_slots={num_slots}: set gradient_slots to at least {alternating}"
+                    )
+                stage = self.num_forward + k
+                buckets = range(len(self.buckets[stage]))
+                offloads = [
+                    self.add(Kind.OFFLOAD_GRAD, stage, b, rank, "d2h", [last[j]], slot=slot) for b in reversed(buckets)
+                ]
+                self.offloads.update({(k, self.index[i]): i for i in offloads})
+                for i in self.backward[k]:
+                    self.slot[i] = slot
+            slabs = [[self.offloads[k, b] for b in range(len(self.buckets[self.num_forward + k]))] for k in mine]
+            for j in range(len(mine)):
+                if j >= num_slots:
+                    self.deps[first[j]] += slabs[j - num_slots]
+                else:
+                    self.carried[first[j]] += slabs[j + (len(mine) - 1 - j) // num_slots * num_slots]
+
+    def add_optimizer(self) -> None:
+        """STEP speculatively (or after the verdict), VALIDATE over all ranks, COMMIT; then perhaps a barrier."""
+        validate = []
+        for rank in range(self.layout.num_ranks):
+            gradients = [i for (k, _), i in self.offloads.items() if self.layout.backward[k].rank == rank]
+            number = self.num_forward + self.num_backward + rank
+            validate.append(self.add(Kind.VALIDATE, number, 0, rank, "control", gradients))
+        head = self.offloads[self.num_backward - 1, len(self.buckets[-1]) - 1]
+        commit_of_layer = [-1] * self.layout.num_layers
+        commits: list[list[int]] = [[] for _ in range(self.layout.num_ranks)]
+        for (k, b), offload in self.offloads.items():
+            stage, rank = self.num_forward + k, self.layout.backward[k].rank
+            gradients = [offload]
+            if self.tied and 0 in self.buckets[stage][b] and head != offload:
+                gradients.append(head)
+            if self.options.optimizer == "sync":
+                gradients.append(validate[rank])
+            step = self.add(Kind.STEP, stage, b, rank, "cpu", gradients)
+            commit = self.add(Kind.COMMIT, stage, b, rank, "settle", [step, validate[rank]])
+            for gradient in gradients[: 2 if self.tied else 1]:
+                if self.kind[gradient] == Kind.OFFLOAD_GRAD:
+                    self.carried[gradient].append(commit)
+            commits[rank].append(commit)
+            for layer in self.buckets[stage][b]:
+                commit_of_layer[layer] = commit
+        barriers = []
+        if self.options.barrier:
+            for rank in range(self.layout.num_ranks):
+                number = self.num_forward + self.num_backward + rank
+                barriers.append(self.add(Kind.BARRIER, number, 0, rank, "control", commits[rank]))
+            for i in self.loads:
+                self.carried[i].append(barriers[self.rank[i]])
+        for i in self.fetches:
+            layers = self.buckets[self.stage[i]][self.index[i]]
+            needed = {commit_of_layer[layer] for layer in layers}
+            if self.tied and self.layout.num_layers - 1 in layers:
+                needed.add(commit_of_layer[0])
+            self.carried[i] += sorted(needed)
+            if barriers:
+                self.carried[i].append(barriers[self.rank[i]])
+
+    # ------------------------------------------------------------------ one global order
+
+    def sorted_program(self) -> Program:
+        """Topological order by logical time, where only compute takes time, then class, then creation."""
+        leader, members = self._nodes()
+        start, order = self._traverse(leader, [_CLASS[kind] for kind in self.kind])
+        if len(order) < sum(i == first for i, first in enumerate(leader)):
+            self._refuse_cycle(set(range(len(self.kind))) - {i for node in order for i in members[node]})
+        return self._renumbered(
+            [i for node in order for i in members[node]], [start[leader[i]] for i in range(len(leader))]
+        )
+
+    def _nodes(self) -> tuple[list[int], list[list[int]]]:
+        """Ops that happen together (halves of a message, a collective): (first op of each op's node, ops of a node)."""
+        leader = [i if partner < 0 else min(i, partner) for i, partner in enumerate(self.partner)]
+        for kind in (Kind.VALIDATE, Kind.BARRIER):
+            together = [i for i, k in enumerate(self.kind) if k == kind]
+            for i in together:
+                leader[i] = together[0]
+        members: list[list[int]] = [[] for _ in leader]
+        for i, first in enumerate(leader):
+            members[first].append(i)
+        return leader, members
+
+    def _traverse(self, leader: list[int], rank_ready: list[int]) -> tuple[list[float], list[int]]:
+        """Earliest logical start of every node, and the nodes in order of (start, ``rank_ready``, number)."""
+        count = len(leader)
+        successors: list[list[int]] = [[] for _ in range(count)]
+        unmet = [0] * count
+        for i, deps in enumerate(self.deps):
+            first = leader[i]
+            unmet[first] += len(deps)
+            for d in deps:
+                successors[leader[d]].append(first)
+        for mine in self.compute:
+            for d, i in pairwise(mine):
+                successors[d].append(i)
+                unmet[i] += 1
+        cost = self._costs()
+        start = [0.0] * count
+        heap = [(0.0, rank_ready[i], i) for i in range(count) if leader[i] == i and not unmet[i]]
+        heapify(heap)
+        order: list[int] = []
+        while heap:
+            begin, _, node = heappop(heap)
+            order.append(node)
+            end = begin + cost[node]
+            for successor in successors[node]:
+                if start[successor] < end:
+                    start[successor] = end
+                unmet[successor] -= 1
+                if not unmet[successor]:
+                    heappush(heap, (start[successor], rank_ready[successor], successor))
+        return start, order
+
+    def _costs(self) -> list[float]:
+        """Logical seconds: one forward cost for FORWARD and RECOMPUTE, two for BACKWARD, nothing for the rest."""
+        stage_costs = [self.layout.cost(stage) for stage in self.stages]
+        return [_COST[k] * stage_costs[s] if k in _COST else 0.0 for k, s in zip(self.kind, self.stage, strict=True)]
+
+    def _refuse_cycle(self, stuck: set[int]) -> None:
+        names = [f"{Kind(self.kind[i]).name} of stage {self.stage[i]} index {self.index[i]}" for i in sorted(stuck)[:4]]
+        options = self.options
+        raise SpipeError(
+            f"the dependencies are cyclic: {len(stuck)} ops can never start, among them {'; '.join(names)}. With "
+            f"receive_slots={options.receive_slots}, send_slots={options.send_slots}, "
+            f"weight_slots={options.weight_slots}, gradient_slots={options.gradient_slots} and {self.microbatches} "
+            f"microbatches on {self.layout.num_ranks} ranks this order needs more slots"
+        )
+
+    def _renumbered(self, order: list[int], start: list[float]) -> Program:
+        number = [0] * len(order)
+        for position, i in enumerate(order):
+            number[i] = position
+        needed = [float("inf")] * self.layout.num_layers  # logical time at which a layer is first read in a step
+        for i in (i for mine in self.compute for i in mine if self.kind[i] != Kind.FREE):
+            for layer in self.stages[self.stage[i]].layers:
+                needed[layer] = min(needed[layer], start[i])
+        deadline = self.options.step_order == "deadline"
+
+        def priority(i: int) -> float:
+            if not deadline or self.kind[i] not in (Kind.STEP, Kind.COMMIT):
+                return start[i]
+            return min(needed[layer] for layer in self.buckets[self.stage[i]][self.index[i]])
+
+        def renumber(lists: list[list[int]]) -> list[tuple[int, ...]]:
+            return [tuple(sorted({number[d] for d in lists[i]})) for i in order]
+
+        lanes = tuple(
+            Lane(name, rank, peer, "deadline" if deadline and name in ("cpu", "settle") else "in order")
+            for name, rank, peer in self.lanes
+        )
+        return Program(
+            layout=self.layout,
+            num_microbatches=self.microbatches,
+            options=self.options,
+            tied=self.tied,
+            lanes=lanes,
+            kind=[self.kind[i] for i in order],
+            stage=[self.stage[i] for i in order],
+            index=[self.index[i] for i in order],
+            visit=[self.visit[i] for i in order],
+            rank=[self.rank[i] for i in order],
+            lane=[self.lane[i] for i in order],
+            dependencies=renumber(self.deps),
+            carried=renumber(self.carried),
+            partner=[number[self.partner[i]] if self.partner[i] >= 0 else -1 for i in order],
+            priority=[priority(i) for i in order],
+            slot=[self.slot[i] for i in order],
+            weights=[self.weights[i] for i in order],
+            buckets=self.buckets,
+        )
+
+
+def _buckets(layers: range, bucket_layers: int) -> tuple[range, ...]:
+    size = bucket_layers or len(layers)
+    return tuple(range(first, min(first + size, layers.stop)) for first in range(layers.start, layers.stop, size))
+
+
+def _next_uses(ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """For each visit, the number of the next visit to the same layers (a large number if there is none)."""
+    following: dict[tuple[int, int], int] = {}
+    result = [0] * len(ranges)
+    for v in reversed(range(len(ranges))):
+        result[v] = following.get(ranges[v], len(ranges) + 1)
+        following[ranges[v]] = v
+    return result

@@ -1,0 +1,38 @@
+"""Options of lowering: everything about a plan that is neither layout nor compute order."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Options(BaseModel):
+    """How a compute order becomes a program. Slots are buffers; reusing one is a dependency."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    recompute: Literal["early", "late"] = "early"
+    """``early``: recompute as soon as the stage input is there; ``late``: only once the gradient is there, too."""
+    optimizer: Literal["async", "sync"] = "async"
+    """``async``: a bucket steps as soon as its gradient is on the host; ``sync``: after every gradient is validated."""
+    barrier: bool = False
+    """Whether all ranks wait for all optimizer steps before the next training step starts (the published order)."""
+    step_order: Literal["deadline", "arrival"] = "deadline"
+    """``deadline``: of the gradients there, step the layers needed first in the next training step."""
+    bucket_layers: int = Field(default=1, ge=0)
+    """Layers per FETCH, OFFLOAD_GRAD and STEP; 0 for whole stages."""
+    reuse_weights: bool = True
+    """Keep fetched weights as long as a later use is nearer than that of what would replace them."""
+    weight_slots: int = Field(default=2, ge=1)
+    """Stages whose weights a GPU holds at a time."""
+    gradient_slots: int | None = Field(default=None, ge=1)
+    """Stages whose gradients a GPU holds at a time; None for 2, or as many as the schedule alternates between."""
+    receive_slots: int = Field(default=2, ge=1)
+    """Received activations or gradients held per peer and class of message."""
+    send_slots: int = Field(default=2, ge=1)
+    """Unsent activations or gradients held per peer and class of message."""
+    token_slots: int = Field(default=2, ge=1)
+    """Microbatches of tokens held by a stage that reads them."""
+    stage_input_route: Literal["p2p", "host"] = "p2p"
+    """``p2p``: to the GPU that needs it, as soon as it is produced; ``host``: through host memory."""
+    stage_input_slots: int = Field(default=2, ge=1)
+    """Stage inputs that a GPU loads ahead from host memory (route ``host`` only)."""

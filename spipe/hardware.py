@@ -1,0 +1,582 @@
+"""Hardware specs: accelerators, host CPUs and memory, and the graph of links between them.
+
+A host has ranks (one accelerator each) ``gpu0``, ``gpu1`` .., memory (``memory``, or ``memory0`` .. by NUMA domain),
+and, as a file needs them, PCIe switches ``switch0`` .., root complexes ``root0`` .., NVLink switches ``nvswitch0`` ..
+and network cards ``nic0`` ..; all hosts are alike and share one node ``network``. On device ``cpu`` a rank is a few
+cores of the host and its node is still called ``gpu``.
+"""
+
+import math
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import tomli_w
+from pydantic import Field, model_validator
+
+from spipe.errors import SpipeError, unknown
+from spipe.model import LayerKind, ModelSpec, PassName
+from spipe.units import Fraction, NonNegative, Positive, Spec, Unlimited, nested_spec, read_table, to_human_units
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+Provenance = Literal["assumed", "published", "fitted", "measured"]
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(strict=True, ge=1, le=2**16)]
+CountOrZero = Annotated[int, Field(strict=True, ge=0)]
+
+
+class Accelerator(Spec):
+    """What computes: a GPU, or on device ``cpu`` the cores of one rank."""
+
+    name: Text
+    memory_bytes: Unlimited
+    usable_fraction: Fraction = 0.95
+    """Part of the memory left for the program (the rest: context, communication buffers, fragmentation)."""
+    memory_bandwidth_bytes_per_s: Unlimited
+    peak_flops: Annotated[dict[Dtype, Unlimited], Field(min_length=1)]
+    """Vendor's dense peak by dtype; a dtype that is left out is not supported."""
+    max_efficiency: Fraction = 0.7
+    """Part of the peak that large matrix products reach."""
+    half_efficiency_tokens: NonNegative = 0.0
+    """Tokens at which half of ``max_efficiency`` is reached."""
+    launch_overhead_s: NonNegative = 0.0
+    """Time in which the host issues one op."""
+    compute_threads: Count = 1
+    """Device ``cpu``: cores that one rank computes with."""
+
+    @property
+    def usable_memory_bytes(self) -> float:
+        return self.memory_bytes * self.usable_fraction
+
+    def efficiency(self, tokens: float) -> float:
+        """Part of the peak reached with ``tokens`` rows: ``max_efficiency * T / (T + half_efficiency_tokens)``."""
+        return self.max_efficiency * tokens / (tokens + self.half_efficiency_tokens) if tokens > 0 else 0.0
+
+    def peak(self, dtype: str) -> float:
+        """Peak operations per second in ``dtype``."""
+        for known, flops in self.peak_flops.items():
+            if known == dtype:
+                return flops
+        raise SpipeError(f"dtype {dtype!r}: {self.name} computes in {', '.join(self.peak_flops)} only")
+
+
+class Cpu(Spec):
+    """The cores and memory of one host (all sockets together)."""
+
+    name: Text
+    num_domains: Count = 1
+    """NUMA domains."""
+    cores: Count
+    memory_bytes: Unlimited
+    usable_memory_bytes: Unlimited
+    """What the program may hold (parameters, gradients, optimizer state)."""
+    memory_bandwidth_bytes_per_s: Unlimited
+    """Of all domains together; shared by the optimizer and by copies."""
+    adam_parameters_per_s: Unlimited
+    """Parameters that all cores step per second while nothing else runs."""
+    adam_s_per_op: NonNegative = 0.0
+    """Fixed cost of one optimizer op."""
+    page_lock_bytes_per_s: Positive | None = None
+    """Speed at which memory is page-locked, once at the start."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.usable_memory_bytes > self.memory_bytes:
+            raise ValueError(
+                f"usable_memory_bytes = {self.usable_memory_bytes:.6g} should not exceed "
+                f"memory_bytes = {self.memory_bytes:.6g}"
+            )
+        if self.num_domains > self.cores:
+            raise ValueError(f"num_domains = {self.num_domains} should not exceed cores = {self.cores}")
+        return self
+
+
+class Link(Spec):
+    """A connection of two nodes; ``gpu*`` stands for one link for each rank of a host."""
+
+    a: Text
+    b: Text
+    bandwidth_bytes_per_s: Unlimited
+    """In each direction."""
+    latency_s: NonNegative = 0.0
+    """Of one transfer, for this hop."""
+    both_directions_bytes_per_s: Unlimited | None = None
+    """What both directions reach together; left out: twice the bandwidth."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in (self.a, self.b):
+            parse_node(name)
+        both = self.both_directions_bytes_per_s
+        if both is not None and not self.bandwidth_bytes_per_s <= both <= 2 * self.bandwidth_bytes_per_s:
+            raise ValueError(
+                f"both_directions_bytes_per_s = {both:.6g} should be between one and two times "
+                f"bandwidth_bytes_per_s = {self.bandwidth_bytes_per_s:.6g}"
+            )
+        return self
+
+
+class UnitCost(Spec):
+    """An idealised device for checks against closed formulas: every block costs the same, whatever its size.
+
+    Embedding, head and optimizer take no time.
+    """
+
+    unit_block_s: Positive = 1e-3
+    """Forward pass of one block for one microbatch."""
+    recompute_factor: NonNegative = 1.0
+    backward_factor: NonNegative = 2.0
+
+    def layer_s(self, kind: LayerKind, pass_name: PassName) -> float:
+        """Seconds of one pass of one layer for one microbatch."""
+        if kind != "block":
+            return 0.0
+        factors = {"forward": 1.0, "recompute": self.recompute_factor, "backward": self.backward_factor}
+        return self.unit_block_s * factors[pass_name]
+
+
+class MeasuredLayer(Spec):
+    """Measured time of one pass of one layer for one microbatch; shape fields that do not matter are 0."""
+
+    layer_kind: LayerKind
+    pass_name: PassName
+    microbatch_size: Count
+    sequence: Annotated[int, Field(strict=True, ge=1)]
+    dtype: Dtype
+    hidden_size: CountOrZero
+    ffn_size: CountOrZero = 0
+    num_heads: CountOrZero = 0
+    num_kv_heads: CountOrZero = 0
+    vocab_size: CountOrZero = 0
+    seconds: NonNegative
+    spread_s: NonNegative = 0.0
+    num_samples: Count = 1
+
+    @staticmethod
+    def shape_of(model: ModelSpec, kind: LayerKind) -> dict[str, int]:
+        """The shape fields that matter for a layer of ``model``, the others 0."""
+        block = kind == "block"
+        return {
+            "hidden_size": model.hidden_size,
+            "ffn_size": model.ffn_size if block else 0,
+            "num_heads": model.num_heads if block else 0,
+            "num_kv_heads": model.num_kv_heads if block else 0,
+            "vocab_size": 0 if block else model.vocab_size,
+        }
+
+
+class HardwareSpec(Spec):
+    """Hosts that are all alike, their accelerators and the links between everything."""
+
+    schema_version: Literal[1] = 1
+    name: Text
+    device: Literal["cuda", "cpu"]
+    note: str = ""
+    """Where the numbers come from."""
+    num_hosts: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1
+    ranks_per_host: Annotated[int, Field(strict=True, ge=1, le=256)]
+    peer_to_peer: bool
+    """Accelerators of a host copy to each other directly, not through host memory."""
+    gpu_direct_rdma: bool = False
+    """Network cards read and write accelerator memory directly."""
+    accelerator: Accelerator
+    cpu: Cpu
+    links: tuple[Link, ...]
+    unit_cost: UnitCost | None = None
+    measured: tuple[MeasuredLayer, ...] = ()
+    measured_op_overhead_s: dict[str, NonNegative] = Field(default_factory=dict)
+    """Measured fixed cost by op kind."""
+    provenance: dict[str, Provenance] = Field(default_factory=dict)
+    """Where a value comes from, by dotted field name."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.unit_cost is None:
+            for path, value in _numbers(self):
+                if value == math.inf:
+                    raise ValueError(f"{path} = inf: only hardware with a [unit_cost] section may be unlimited")
+        for path in self.provenance:
+            _check_field_path(path)
+        threads, cores = self.accelerator.compute_threads, self.cpu.cores
+        if self.device == "cpu" and threads > cores:
+            raise ValueError(f"accelerator.compute_threads = {threads} should not exceed cpu.cores = {cores}")
+        topology = self.topology
+        topology.route(("gpu", 0), ("memory", 0))
+        topology.route(("memory", 0), ("gpu", self.num_ranks - 1))
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_hosts * self.ranks_per_host
+
+    def host_of(self, rank: int) -> int:
+        """The host that holds ``rank``: ranks are numbered host by host."""
+        if not 0 <= rank < self.num_ranks:
+            raise SpipeError(f"rank {rank} of hardware {self.name}: should be 0 to {self.num_ranks - 1}")
+        return rank // self.ranks_per_host
+
+    def ranks_of(self, host: int) -> range:
+        return range(host * self.ranks_per_host, (host + 1) * self.ranks_per_host)
+
+    @property
+    def topology(self) -> "Topology":
+        """The expanded graph of links. Keep it in a variable where routes are looked up often."""
+        return _topology(self.links, self.num_hosts, self.ranks_per_host, self.peer_to_peer, self.gpu_direct_rdma)
+
+    def edges(self) -> tuple["Edge", ...]:
+        """All capacities that transfers share, by edge number."""
+        return self.topology.edges
+
+    def route(self, source: "Place", target: "Place") -> "Route":
+        """How data travels from one place, ``("gpu", rank)`` or ``("memory", host)``, to another."""
+        return self.topology.route(source, target)
+
+    def resized(self, num_hosts: int | None = None, ranks_per_host: int | None = None) -> Self:
+        """The same kind of hosts, in other numbers (the host's CPU and memory stay as they are)."""
+        return self.replace(
+            num_hosts=self.num_hosts if num_hosts is None else num_hosts,
+            ranks_per_host=self.ranks_per_host if ranks_per_host is None else ranks_per_host,
+        )
+
+    def find_measured(
+        self,
+        model: ModelSpec,
+        layer_kind: LayerKind,
+        pass_name: PassName,
+        microbatch_size: int,
+        sequence: int,
+        dtype: str,
+    ) -> MeasuredLayer | None:
+        """The measurement of exactly this layer, pass, shape and dtype, if there is one."""
+        shape = MeasuredLayer.shape_of(model, layer_kind)
+        wanted = (layer_kind, pass_name, microbatch_size, sequence, dtype, *shape.values())
+        for entry in self.measured:
+            found = (entry.layer_kind, entry.pass_name, entry.microbatch_size, entry.sequence, entry.dtype)
+            if (*found, *(getattr(entry, field) for field in shape)) == wanted:
+                return entry
+        return None
+
+    def save(self, path: str | Path) -> None:
+        """Writes a TOML file that `load_hardware` reads back to an equal spec, to the last bit."""
+        Path(path).write_text(tomli_w.dumps(to_human_units(self), multiline_strings=True), encoding="utf-8")
+
+
+def _numbers(spec: Spec, path: str = "") -> Iterator[tuple[str, float]]:
+    for field in type(spec).model_fields:
+        value = getattr(spec, field)
+        items: Iterable[tuple[str, Any]] = [(field, value)]
+        if isinstance(value, tuple):
+            items = ((f"{field}[{i}]", item) for i, item in enumerate(value))
+        elif isinstance(value, Mapping):
+            items = ((f"{field}.{key}", item) for key, item in value.items())
+        for name, item in items:
+            if isinstance(item, Spec):
+                yield from _numbers(item, f"{path}{name}.")
+            elif isinstance(item, float):
+                yield path + name, item
+
+
+def _check_field_path(path: str) -> None:
+    owner: type[Spec] | None = HardwareSpec
+    for part in path.split("."):
+        name = re.sub(r"\[\d+\]$", "", part)
+        if owner is None:
+            return  # a key of a table such as accelerator.peak_flops
+        if name not in owner.model_fields:
+            raise ValueError(f"provenance: {unknown('field', path, owner.model_fields)}")
+        owner = nested_spec(owner.model_fields[name].annotation)
+
+
+# Links and routes
+
+Place = tuple[Literal["gpu", "memory"], int]
+"""An end of a transfer: the accelerator of a rank, or the memory of a host (of its nearest domain)."""
+
+
+class Node(NamedTuple):
+    host: int
+    kind: str
+    number: int
+
+    def __str__(self) -> str:
+        return "network" if self.kind == "network" else f"host{self.host}/{self.kind}{self.number}"
+
+
+NETWORK = Node(-1, "network", 0)
+NODE_KINDS = ("gpu", "switch", "nvswitch", "root", "memory", "nic", "network")
+
+
+def parse_node(name: str) -> tuple[str, int | None]:
+    """``gpu3`` -> ("gpu", 3); ``memory`` -> ("memory", 0); ``gpu*`` -> ("gpu", None)."""
+    match = re.fullmatch(r"([a-z]+)(\d*|\*)", name)
+    kind, index = match.groups() if match else (name, "")
+    if kind not in NODE_KINDS:
+        raise ValueError(f"unknown node {name!r}; allowed: {', '.join(NODE_KINDS)}, with a number")
+    if index == "*" and kind != "gpu":
+        raise ValueError(f"node {name!r}: only gpu* stands for several nodes")
+    if kind == "network" and index:
+        raise ValueError(f"node {name!r}: there is one 'network', without a number")
+    return kind, None if index == "*" else int(index or 0)
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A capacity that transfers share: one direction of a link, or both together where the link limits that."""
+
+    index: int
+    name: str
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of a transfer. Data that is staged in memory moves in pieces: all edges are busy at the same time."""
+
+    edges: tuple[int, ...]
+    """Numbers of all edges in use, in travel order; both-directions capacities follow at the end."""
+    bandwidth_bytes_per_s: float
+    """Of a transfer that is alone."""
+    latency_s: float
+    memory_accesses: tuple[tuple[int, int], ...]
+    """(host, how often each byte is read from or written to that host's memory): staging counts 2."""
+    is_remote: bool
+    """Between two hosts."""
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time of a transfer that is alone."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True)
+class _Hop:
+    target: Node
+    edges: tuple[int, ...]
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+
+class Topology:
+    """All nodes and edges of the machine, and the routes between accelerators and memories."""
+
+    def __init__(
+        self, links: tuple[Link, ...], num_hosts: int, ranks_per_host: int, peer_to_peer: bool, gpu_direct_rdma: bool
+    ) -> None:
+        self.num_hosts = num_hosts
+        self.ranks_per_host = ranks_per_host
+        self.peer_to_peer = peer_to_peer
+        self.gpu_direct_rdma = gpu_direct_rdma
+        self._hops: dict[Node, list[_Hop]] = {}
+        self._routes: dict[tuple[Place, Place], Route] = {}
+        edges: list[Edge] = []
+        for host in range(num_hosts):
+            for link in links:
+                for a, b in self._ends(link, host):
+                    self._connect(link, a, b, edges)
+        self.edges = tuple(edges)
+
+    def _ends(self, link: Link, host: int) -> Iterator[tuple[Node, Node]]:
+        def nodes(name: str) -> list[Node]:
+            kind, index = parse_node(name)
+            if kind == "network":
+                return [NETWORK]
+            if kind == "gpu" and index is not None and index >= self.ranks_per_host:
+                raise ValueError(f"links: node {name!r}: a host has {self.ranks_per_host} ranks (ranks_per_host)")
+            return [Node(host, kind, i) for i in (range(self.ranks_per_host) if index is None else [index])]
+
+        for a in nodes(link.a):
+            for b in nodes(link.b):
+                if link.a != link.b or a < b:
+                    yield a, b
+
+    def _connect(self, link: Link, a: Node, b: Node, edges: list[Edge]) -> None:
+        if a == b:
+            raise ValueError(f"links: {link.a!r} is linked to itself")
+        shared: tuple[int, ...] = ()
+        first = len(edges)
+        for offset, (source, target) in enumerate(((a, b), (b, a))):
+            name = f"{source} -> {target}"
+            edges.append(Edge(first + offset, name, link.bandwidth_bytes_per_s, link.latency_s))
+        if link.both_directions_bytes_per_s is not None:
+            shared = (len(edges),)
+            edges.append(Edge(len(edges), f"{a} <-> {b}", link.both_directions_bytes_per_s, 0.0))
+        for offset, (source, target) in enumerate(((a, b), (b, a))):
+            hop = _Hop(target, (first + offset, *shared), link.bandwidth_bytes_per_s, link.latency_s)
+            self._hops.setdefault(source, []).append(hop)
+            self._hops.setdefault(target, [])
+
+    def route(self, source: Place, target: Place) -> Route:
+        """The route between two places; `SpipeError` where there is none.
+
+        Data between accelerators stays out of host memory with ``peer_to_peer`` (one host) or ``gpu_direct_rdma`` (two
+        hosts), as far as the links allow it; otherwise it is staged in the memory of each host it touches.
+        """
+        found = self._routes.get((source, target))
+        if found is None:
+            found = self._routes[source, target] = self._find_route(source, target)
+        return found
+
+    def _find_route(self, source: Place, target: Place) -> Route:
+        source_host, target_host = self._host(source), self._host(target)
+        remote = source_host != target_host
+        if source == target:
+            return Route((), math.inf, 0.0, (), False)
+        direct = self.gpu_direct_rdma if remote else self.peer_to_peer or "memory" in (source[0], target[0])
+        stops: list[set[Node]] = [self._nodes(source)]
+        if not direct or (path := self._path(self._nodes(source), self._nodes(target))) is None:
+            if source[0] == "gpu":
+                stops.append(self._nodes(("memory", source_host)))
+            if target[0] == "gpu" and (remote or source[0] == "gpu"):
+                stops.append(self._nodes(("memory", target_host)))
+            stops = [stop for i, stop in enumerate(stops) if i == 0 or stop != stops[i - 1]]
+            path = None
+        if path is None:
+            if stops[-1] != self._nodes(target):
+                stops.append(self._nodes(target))
+            path = []
+            for goal in stops[1:]:
+                start = {path[-1].target} if path else stops[0]
+                part = self._path(start, goal)
+                if part is None:
+                    raise SpipeError(f"links: no way from {_place_text(source)} to {_place_text(target)}")
+                path += part
+        return self._route(path, source, target, remote)
+
+    def _route(self, path: list[_Hop], source: Place, target: Place, remote: bool) -> Route:
+        accesses: dict[int, int] = {}
+        if source[0] == "memory":
+            accesses[source[1]] = 1
+        for i, hop in enumerate(path):
+            if hop.target.kind == "memory":
+                accesses[hop.target.host] = accesses.get(hop.target.host, 0) + (2 if i < len(path) - 1 else 1)
+        edges = tuple(hop.edges[0] for hop in path)
+        shared = tuple(dict.fromkeys(edge for hop in path for edge in hop.edges[1:]))
+        return Route(
+            edges=edges + shared,
+            bandwidth_bytes_per_s=min(hop.bandwidth_bytes_per_s for hop in path),
+            latency_s=math.fsum(hop.latency_s for hop in path),
+            memory_accesses=tuple(sorted(accesses.items())),
+            is_remote=remote,
+        )
+
+    def _host(self, place: Place) -> int:
+        kind, index = place
+        limit = {"gpu": self.num_hosts * self.ranks_per_host, "memory": self.num_hosts}.get(kind)
+        if limit is None:
+            raise unknown("kind of place", str(kind), ("gpu", "memory"))
+        if not 0 <= index < limit:
+            raise SpipeError(f"{_place_text(place)}: should be 0 to {limit - 1}")
+        return index // self.ranks_per_host if kind == "gpu" else index
+
+    def _nodes(self, place: Place) -> set[Node]:
+        kind, index = place
+        if kind == "gpu":
+            return {Node(index // self.ranks_per_host, "gpu", index % self.ranks_per_host)}
+        return {node for node in self._hops if node.kind == "memory" and node.host == index}
+
+    def _path(self, sources: set[Node], targets: set[Node]) -> list[_Hop] | None:
+        """The widest path, and among those one with the fewest hops; accelerators and memories only at its ends."""
+        widths = sorted({hop.bandwidth_bytes_per_s for hops in self._hops.values() for hop in hops}, reverse=True)
+        for width in widths:
+            reached: dict[Node, tuple[Node, _Hop] | None] = dict.fromkeys(sorted(sources))
+            queue = deque(reached)
+            while queue:
+                node = queue.popleft()
+                if node in targets:
+                    return _walk_back(reached, node)
+                if node.kind in ("gpu", "memory") and node not in sources:
+                    continue
+                for hop in self._hops.get(node, []):
+                    if hop.bandwidth_bytes_per_s >= width and hop.target not in reached:
+                        reached[hop.target] = (node, hop)
+                        queue.append(hop.target)
+        return None
+
+
+def _walk_back(reached: Mapping[Node, tuple[Node, _Hop] | None], node: Node) -> list[_Hop]:
+    path: list[_Hop] = []
+    while (step := reached[node]) is not None:
+        node = step[0]
+        path.append(step[1])
+    return path[::-1]
+
+
+def _place_text(place: Place) -> str:
+    return f"{'rank' if place[0] == 'gpu' else 'memory of host'} {place[1]}"
+
+
+@lru_cache(maxsize=64)
+def _topology(links: tuple[Link, ...], *options: Any) -> Topology:
+    return Topology(links, *options)
+
+
+# Files
+
+_DATA = files("spipe") / "hardware_data"
+HARDWARE_NAMES: tuple[str, ...] = tuple(
+    sorted(entry.name.removesuffix(".toml") for entry in _DATA.iterdir() if entry.name.endswith(".toml"))
+)
+
+
+def load_hardware(name_or_path: str | Path) -> HardwareSpec:
+    """A built-in hardware by name, or one from a TOML (or JSON) file.
+
+    A file may start from another one with ``extends = "<built-in name or path>"``: tables are merged, lists and single
+    values replaced.
+    """
+    text = str(name_or_path)
+    if text in HARDWARE_NAMES:
+        return _builtin(text)
+    path = Path(name_or_path)
+    if not path.is_file():
+        if path.suffix in (".toml", ".json") or "/" in text:
+            raise SpipeError(f"hardware {text!r}: there is no such file")
+        raise unknown("hardware", text, HARDWARE_NAMES, "Or give a path to a .toml file.")
+    return _parse(path, text)
+
+
+@cache
+def _builtin(name: str) -> HardwareSpec:
+    return _parse(_builtin_path(name), f"hardware {name}")
+
+
+def _builtin_path(name: str) -> Path:
+    return Path(str(_DATA / f"{name}.toml"))
+
+
+def _parse(path: Path, source: str) -> HardwareSpec:
+    return HardwareSpec.from_table({"name": path.stem} | _extended(path, ()), source)
+
+
+def _extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path in seen:
+        raise SpipeError(f"{path}: extends itself by way of {', '.join(str(other) for other in seen)}")
+    data = read_table(path)
+    base = data.pop("extends", None)
+    if base is None:
+        return data
+    if not isinstance(base, str):
+        raise SpipeError(f"{path}: extends = {base!r} should be the name or path of a hardware")
+    if base in HARDWARE_NAMES:
+        base_path = _builtin_path(base)
+    elif (path.parent / base).is_file():
+        base_path = path.parent / base
+    else:
+        raise SpipeError(f"{path}: extends: {unknown('hardware', base, HARDWARE_NAMES, 'Or give a path.')}")
+    inherited = _extended(base_path, (*seen, path))
+    inherited.pop("name", None)
+    return _merged(inherited, data)
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in changes.items():
+        old = result.get(key)
+        result[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result

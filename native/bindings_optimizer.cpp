@@ -1,0 +1,163 @@
+#include <pybind11/stl.h>
+
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "bindings.hpp"
+#include "optimizer.hpp"
+#include "parameter.hpp"
+#include "worker_pool.hpp"
+
+namespace py = pybind11;
+
+namespace spipe {
+namespace {
+
+std::shared_ptr<WorkerPool> make_pool(int num_threads) {
+    auto pool = std::make_shared<WorkerPool>(num_threads);
+    // Buffers are freed when the interpreter ends: finish what is queued before that.
+    const std::weak_ptr<WorkerPool> weak = pool;
+    py::module_::import("atexit").attr("register")(py::cpp_function([weak] {
+        if (const auto alive = weak.lock()) {
+            const py::gil_scoped_release release;
+            alive->close();
+        }
+    }));
+    return pool;
+}
+
+Parameter make_parameter(uintptr_t gradient, const std::string& gradient_dtype, uintptr_t master,
+                         uintptr_t first_moment, uintptr_t second_moment, uintptr_t weight,
+                         const std::string& weight_dtype, int64_t count, double weight_decay, uintptr_t gradient2) {
+    Parameter parameter;
+    parameter.gradient = gradient;
+    parameter.gradient2 = gradient2;
+    parameter.gradient_dtype = dtype_of_name("gradient_dtype", gradient_dtype);
+    parameter.master = master;
+    parameter.first_moment = first_moment;
+    parameter.second_moment = second_moment;
+    parameter.weight = weight;
+    parameter.weight_dtype = dtype_of_name("weight_dtype", weight_dtype);
+    parameter.count = count;
+    parameter.weight_decay = weight_decay;
+    return parameter;
+}
+
+std::string describe(const Parameter& p) {
+    std::ostringstream text;
+    text << "Parameter(count=" << p.count << ", gradient_dtype='" << name_of_dtype(p.gradient_dtype)
+         << "', weight_dtype='" << name_of_dtype(p.weight_dtype) << "', weight_decay=" << p.weight_decay << ")";
+    return text.str();
+}
+
+std::string describe(const StepResult& r) {
+    std::ostringstream text;
+    text << "StepResult(nonfinite=" << (r.nonfinite ? "True" : "False") << ", seconds=" << r.seconds
+         << ", cpu_seconds=" << r.cpu_seconds << ", bypassed=" << r.bypassed << ")";
+    return text.str();
+}
+
+void bind_worker_pool(py::module_& module) {
+    py::class_<WorkerPool, std::shared_ptr<WorkerPool>>(
+        module, "WorkerPool",
+        R"(C++ threads that work for optimizers, first come first served.
+
+`WorkerPool(num_threads=0)`: 0 means as many as the cores that this process may use (scheduling mask and cgroup quota,
+not environment variables). The threads finish what is queued when the pool is deleted or the interpreter exits. A
+pool does not survive a fork. Raises ValueError for a negative number of threads.)")
+        .def(py::init(&make_pool), py::arg("num_threads") = 0)
+        .def_property_readonly("num_threads", &WorkerPool::num_threads, "Number of worker threads.")
+        .def("cpu_seconds", &WorkerPool::cpu_seconds,
+             "CPU time in seconds that all worker threads together have used since the pool was made.");
+}
+
+void bind_parameter(py::module_& module) {
+    const auto dtype_property = [](Dtype Parameter::* member) {
+        return [member](const Parameter& p) { return name_of_dtype(p.*member); };
+    };
+    py::class_<Parameter>(module, "Parameter",
+                          R"(The buffers of one parameter: addresses, element types, number of elements.
+
+gradient, master, first_moment, second_moment and weight are addresses of contiguous CPU buffers of `count` elements,
+aligned to their element size; master and moments are fp32; gradient_dtype and weight_dtype are 'fp32', 'bf16' or
+'fp16'. gradient2 is the address of a second gradient of the same type (tied weights), added to the first in fp32;
+0 if there is none. weight_decay is the decoupled decay of AdamW per unit of learning rate.
+The values are checked by `Optimizer.add_bucket`; only an unknown dtype raises ValueError here.)")
+        .def(py::init(&make_parameter), py::kw_only(), py::arg("gradient"), py::arg("gradient_dtype"),
+             py::arg("master"), py::arg("first_moment"), py::arg("second_moment"), py::arg("weight"),
+             py::arg("weight_dtype"), py::arg("count"), py::arg("weight_decay") = 0.0, py::arg("gradient2") = 0)
+        .def_readonly("gradient", &Parameter::gradient, "Address of the gradient.")
+        .def_readonly("gradient2", &Parameter::gradient2, "Address of the second gradient; 0 if there is none.")
+        .def_property_readonly("gradient_dtype", dtype_property(&Parameter::gradient_dtype), "Type of the gradients.")
+        .def_readonly("master", &Parameter::master, "Address of the fp32 master weight.")
+        .def_readonly("first_moment", &Parameter::first_moment, "Address of the fp32 first moment.")
+        .def_readonly("second_moment", &Parameter::second_moment, "Address of the fp32 second moment.")
+        .def_readonly("weight", &Parameter::weight, "Address of the weight that the model reads.")
+        .def_property_readonly("weight_dtype", dtype_property(&Parameter::weight_dtype), "Type of the weight.")
+        .def_readonly("count", &Parameter::count, "Number of elements.")
+        .def_readonly("weight_decay", &Parameter::weight_decay, "Decoupled weight decay.")
+        .def("__repr__", [](const Parameter& p) { return describe(p); });
+    py::class_<StepResult>(module, "StepResult", "What `Optimizer.join` reports of one step of one bucket.")
+        .def_readonly("nonfinite", &StepResult::nonfinite, "True if any gradient was NaN or infinite after scaling.")
+        .def_readonly("seconds", &StepResult::seconds, "Wall-clock seconds of the work, without time in the queue.")
+        .def_readonly("cpu_seconds", &StepResult::cpu_seconds, "CPU seconds of all workers together.")
+        .def_readonly("bypassed", &StepResult::bypassed,
+                      "Number of blocks of 4096 elements left untouched because of a non-finite gradient.")
+        .def("__repr__", [](const StepResult& r) { return describe(r); });
+}
+
+}  // namespace
+
+void bind_optimizer(py::module_& module) {
+    bind_worker_pool(module);
+    bind_parameter(module);
+    py::class_<Optimizer>(module, "Optimizer",
+                          R"(AdamW on CPU buffers, in fp32, asynchronous, in buckets that can be stepped and undone.
+
+`Optimizer(pool, beta1, beta2, epsilon)`. A bucket is idle, submitted, or (after a speculative step was joined)
+stepped; a call that does not fit its state raises RuntimeError naming bucket and state, an unknown bucket IndexError.
+Buckets are processed in the order of submission, each by all workers of the pool. With g = gradient * gradient_scale:
+m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2; p = p (1 - learning_rate weight_decay);
+p = p - learning_rate / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon); weight = round(p).
+Raises ValueError unless both betas are in [0, 1) and epsilon is positive and finite.)")
+        .def(py::init<std::shared_ptr<WorkerPool>, double, double, double>(), py::arg("pool"), py::arg("beta1"),
+             py::arg("beta2"), py::arg("epsilon"))
+        .def("add_bucket", &Optimizer::add_bucket, py::arg("parameters"),
+             R"(Registers a list of `Parameter`s that are stepped together; returns the number of the bucket.
+
+The buffers must outlive the optimizer. Raises ValueError, naming the argument and its value, for an empty list, a
+null or misaligned address, a count below 1, a negative weight decay, or buffers that overlap inside the bucket.)")
+        .def(
+            "submit",
+            [](Optimizer& self, int bucket, int64_t step, double learning_rate, double gradient_scale,
+               bool speculative) { self.submit(bucket, {step, learning_rate, gradient_scale, speculative}); },
+            py::arg("bucket"), py::kw_only(), py::arg("step"), py::arg("learning_rate"),
+            py::arg("gradient_scale") = 1.0, py::arg("speculative") = false, py::call_guard<py::gil_scoped_release>(),
+            R"(Queues one step of a bucket and returns at once.
+
+step counts from 1 (bias correction); gradient_scale multiplies every gradient (1 / loss scale, times the clip
+coefficient). A block of 4096 elements, counted from the start of each parameter, with a non-finite scaled gradient is
+left untouched. speculative=True keeps 12 bytes per element, allocated once per bucket, so that `rollback` can undo it.
+Raises ValueError for step < 1, a negative or non-finite learning rate or a non-finite scale.)")
+        .def("join", &Optimizer::join, py::arg("bucket"), py::call_guard<py::gil_scoped_release>(),
+             R"(Waits, with the GIL released, until the step of a bucket is done; returns its `StepResult`.
+
+An exception of a worker is raised here; blocks not reached are then untouched, and a speculative step can still be
+rolled back.)")
+        .def("rollback", &Optimizer::rollback, py::arg("bucket"), py::call_guard<py::gil_scoped_release>(),
+             R"(Undoes a joined speculative step and waits until that is done.
+
+Master and moments get their former bytes back and the weight is rounded again from the master; bypassed blocks stay
+untouched.)")
+        .def("commit", &Optimizer::commit, py::arg("bucket"),
+             "Accepts a joined speculative step; costs nothing, the snapshot memory is kept for the next one.")
+        .def("state", &Optimizer::state, py::arg("bucket"),
+             "State of a bucket: 'idle', 'submitted', 'joining', 'stepped' or 'rolling back'.")
+        .def_property_readonly("num_buckets", &Optimizer::num_buckets, "Number of buckets.")
+        .def_property_readonly("snapshot_bytes", &Optimizer::snapshot_bytes, "Bytes held for undoing steps.")
+        .def("_fail_at_block", &Optimizer::fail_at_block, py::arg("bucket"), py::arg("block"),
+             "For tests: the next step of the bucket raises RuntimeError when a worker reaches this block.");
+}
+
+}  // namespace spipe

@@ -1,0 +1,176 @@
+#include "worker_pool.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cfenv>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "usable_cores.hpp"
+
+namespace spipe {
+namespace {
+
+double seconds_of_clock(clockid_t clock) {
+    timespec time{};
+    clock_gettime(clock, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+int checked_num_threads(int num_threads) {
+    if (num_threads < 0 || num_threads > 4096) {
+        throw std::invalid_argument("num_threads is " + std::to_string(num_threads) +
+                                    "; it must be 0 (all usable cores) or between 1 and 4096");
+    }
+    return num_threads > 0 ? num_threads : usable_cores().usable;
+}
+
+}  // namespace
+
+struct WorkerPool::State {
+    const pid_t process = getpid();
+    mutable std::mutex mutex;
+    mutable std::condition_variable work_available;
+    mutable std::condition_variable job_done;
+    std::deque<std::shared_ptr<Job>> queue;
+    bool closing = false;
+    std::vector<std::thread> threads;
+    int num_threads = 0;
+    double cpu_seconds_of_ended_threads = 0;
+};
+
+WorkerPool::WorkerPool(int num_threads) : state_(nullptr) {
+    const int count = checked_num_threads(num_threads);
+    auto state = std::make_unique<State>();
+    state->num_threads = count;
+    state_ = state.release();  // raw: a forked child must be able to leave it alone
+    // Signals belong to the threads of the interpreter: workers start with all of them blocked.
+    sigset_t all, previous;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &previous);
+    try {
+        for (int i = 0; i < count; ++i) {
+            state_->threads.emplace_back([shared = state_] { work(*shared); });
+            pthread_setname_np(state_->threads.back().native_handle(), "spipe-adam");
+        }
+    } catch (...) {
+        pthread_sigmask(SIG_SETMASK, &previous, nullptr);
+        close();
+        delete state_;
+        throw;
+    }
+    pthread_sigmask(SIG_SETMASK, &previous, nullptr);
+}
+
+WorkerPool::~WorkerPool() {
+    if (getpid() != state_->process) return;
+    close();
+    delete state_;
+}
+
+int WorkerPool::num_threads() const {
+    return state_->num_threads;
+}
+
+double WorkerPool::cpu_seconds() const {
+    require_same_process();
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    double total = state_->cpu_seconds_of_ended_threads;
+    for (std::thread& thread : state_->threads) {
+        clockid_t clock;
+        if (thread.joinable() && pthread_getcpuclockid(thread.native_handle(), &clock) == 0) {
+            total += seconds_of_clock(clock);
+        }
+    }
+    return total;
+}
+
+void WorkerPool::submit(std::shared_ptr<Job> job) {
+    require_same_process();
+    {
+        std::lock_guard<std::mutex> lock(state_->mutex);
+        if (state_->closing) throw std::runtime_error("the worker pool is closed: the process is ending");
+        state_->queue.push_back(std::move(job));
+    }
+    state_->work_available.notify_one();  // workers wake each other, so that the caller does not pay for all of them
+}
+
+void WorkerPool::wait(const Job& job) const {
+    require_same_process();
+    std::unique_lock<std::mutex> lock(state_->mutex);
+    state_->job_done.wait(lock, [&] { return job.done_; });
+}
+
+void WorkerPool::close() {
+    if (getpid() != state_->process) return;
+    std::vector<std::thread> threads;
+    {
+        std::lock_guard<std::mutex> lock(state_->mutex);
+        state_->closing = true;
+        threads.swap(state_->threads);
+    }
+    state_->work_available.notify_all();
+    for (std::thread& thread : threads) thread.join();
+}
+
+void WorkerPool::require_same_process() const {
+    if (getpid() != state_->process) {
+        throw std::runtime_error("this worker pool belongs to process " + std::to_string(state_->process) +
+                                 " and its threads do not exist in the forked process " + std::to_string(getpid()) +
+                                 "; spawn processes instead of forking them");
+    }
+}
+
+void WorkerPool::work(State& state) {
+    // A new thread inherits the creator's flush-to-zero mode; results must not depend on who created the pool.
+    std::fesetenv(FE_DFL_ENV);
+    std::unique_lock<std::mutex> lock(state.mutex);
+    while (true) {
+        state.work_available.wait(lock, [&] { return state.closing || !state.queue.empty(); });
+        if (state.queue.empty()) break;
+        const std::shared_ptr<Job> job = state.queue.front();
+        if (!job->started_) {
+            job->started_ = true;
+            job->start_ = std::chrono::steady_clock::now();
+        }
+        ++job->num_active_workers_;
+        lock.unlock();
+        state.work_available.notify_one();
+        state.work_available.notify_one();
+        const double cpu_start = seconds_of_clock(CLOCK_THREAD_CPUTIME_ID);
+        work_on(state, *job);
+        const double cpu_seconds = seconds_of_clock(CLOCK_THREAD_CPUTIME_ID) - cpu_start;
+        lock.lock();
+        if (!state.queue.empty() && state.queue.front() == job) state.queue.pop_front();
+        job->cpu_seconds_ += cpu_seconds;
+        if (--job->num_active_workers_ == 0) {
+            job->seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - job->start_).count();
+            job->done_ = true;
+            state.job_done.notify_all();
+        }
+    }
+    state.cpu_seconds_of_ended_threads += seconds_of_clock(CLOCK_THREAD_CPUTIME_ID);
+}
+
+void WorkerPool::work_on(State& state, Job& job) {
+    for (int64_t chunk; (chunk = job.next_chunk_.fetch_add(1, std::memory_order_relaxed)) < job.num_chunks_;) {
+        if (job.failed_.load(std::memory_order_relaxed)) continue;
+        try {
+            job.run(chunk);
+        } catch (...) {
+            job.failed_.store(true, std::memory_order_relaxed);
+            std::lock_guard<std::mutex> lock(state.mutex);
+            if (job.error_ == nullptr) job.error_ = std::current_exception();
+        }
+    }
+}
+
+}  // namespace spipe

@@ -1,0 +1,172 @@
+"""The plain twin of the native AdamW kernel: the same operations in the same order, in numpy fp32.
+
+It gives the same bits as ``spipe._native.Optimizer``. It is for tests and for reading; it is slow and needs several
+temporary arrays of the size of the parameter.
+
+Half-precision arrays: fp16 is ``numpy.float16``; bf16, which numpy lacks, is its bit pattern in ``numpy.uint16``.
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+    FloatArray = NDArray[np.float32]
+    HalfArray = NDArray[np.float16] | NDArray[np.uint16]
+
+BLOCK_ELEMENTS = 4096
+"""Non-finite gradients are bypassed and norms are summed in blocks of this many elements of a parameter."""
+
+
+def bf16_from_fp32(values: FloatArray) -> NDArray[np.uint16]:
+    """Bit patterns of ``values`` rounded to bf16, nearest even; a NaN keeps its sign and becomes quiet."""
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    quiet_nan = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return np.where(np.isnan(values), quiet_nan, rounded).astype(np.uint16)
+
+
+def fp32_from_bf16(bits: NDArray[np.uint16]) -> FloatArray:
+    """The exact fp32 values of bf16 bit patterns."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def fp16_from_fp32(values: FloatArray) -> NDArray[np.float16]:
+    """``values`` rounded to fp16, nearest even; a NaN keeps its sign and upper payload bits and becomes quiet."""
+    bits = values.view(np.uint32)
+    sign = (bits >> np.uint32(16)) & np.uint32(0x8000)
+    quiet_nan = (sign | np.uint32(0x7E00) | ((bits >> np.uint32(13)) & np.uint32(0x3FF))).astype(np.uint16)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        rounded = values.astype(np.float16)
+    return np.where(np.isnan(values), quiet_nan, rounded.view(np.uint16)).view(np.float16)
+
+
+def to_fp32(values: FloatArray | HalfArray) -> FloatArray:
+    """The exact fp32 values of an fp32, fp16 or (as ``uint16``) bf16 array; ValueError for any other dtype."""
+    if values.dtype == np.float32:
+        return values.view(np.float32)
+    if values.dtype == np.float16:
+        return values.astype(np.float32)
+    if values.dtype == np.uint16:
+        return fp32_from_bf16(values.view(np.uint16))
+    raise ValueError(f"dtype is {values.dtype}; it must be float32, float16, or uint16 holding bf16 bits")
+
+
+def round_into(weight: FloatArray | HalfArray, master: FloatArray) -> None:
+    """Writes ``master`` (fp32) into ``weight`` (same shape), rounded to the dtype of ``weight``."""
+    if weight.dtype == np.float32:
+        weight[...] = master
+    elif weight.dtype == np.float16:
+        weight[...] = fp16_from_fp32(master)
+    elif weight.dtype == np.uint16:
+        weight[...] = bf16_from_fp32(master)
+    else:
+        raise ValueError(f"dtype of weight is {weight.dtype}; it must be float32, float16, or uint16 with bf16 bits")
+
+
+def adamw_step(
+    gradient: FloatArray | HalfArray,
+    master: FloatArray,
+    first_moment: FloatArray,
+    second_moment: FloatArray,
+    weight: FloatArray | HalfArray,
+    *,
+    step: int,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float = 0.0,
+    gradient_scale: float = 1.0,
+    gradient2: FloatArray | HalfArray | None = None,
+) -> int:
+    """One AdamW step in place on one parameter; all arrays have shape (num_elements,).
+
+    ``step`` counts from 1; ``gradient_scale`` multiplies every gradient; ``gradient2`` is added to ``gradient`` in
+    fp32 first. Scalars are computed in fp64 and rounded once. Returns the number of blocks of 4096 elements that were
+    left untouched because a scaled gradient in them is NaN or infinite.
+    """
+    scale = np.float32(gradient_scale)
+    b1, one_minus_b1 = np.float32(beta1), np.float32(1.0 - beta1)
+    b2, one_minus_b2 = np.float32(beta2), np.float32(1.0 - beta2)
+    decay = np.float32(1.0 - learning_rate * weight_decay)
+    step_size = np.float32(learning_rate / (1.0 - float(beta1) ** step))
+    sqrt_bias_correction2 = np.float32((1.0 - float(beta2) ** step) ** 0.5)
+    eps = np.float32(epsilon)
+    bypassed = 0
+    with np.errstate(all="ignore"):
+        g = to_fp32(gradient)
+        if gradient2 is not None:
+            g = g + to_fp32(gradient2)
+        g = g * scale
+        for begin in range(0, len(g), BLOCK_ELEMENTS):
+            block = slice(begin, begin + BLOCK_ELEMENTS)
+            if not np.isfinite(g[block]).all():
+                bypassed += 1
+                continue
+            m = b1 * first_moment[block] + one_minus_b1 * g[block]
+            v = b2 * second_moment[block] + one_minus_b2 * (g[block] * g[block])
+            p = master[block] * decay
+            p = p - step_size * (m / (np.sqrt(v) / sqrt_bias_correction2 + eps))
+            first_moment[block] = m
+            second_moment[block] = v
+            master[block] = p
+            round_into(weight[block], p)
+    return bypassed
+
+
+def sum_of_squares(gradient: FloatArray | HalfArray, gradient2: FloatArray | HalfArray | None = None) -> float:
+    """Twin of ``spipe._native.gradient_statistics``: fp64, blocks summed in order, block sums added in order."""
+    values = to_fp32(gradient)
+    if gradient2 is not None:
+        values = values + to_fp32(gradient2)
+    squares = np.square(values.astype(np.float64))
+    total = 0.0
+    for begin in range(0, len(squares), BLOCK_ELEMENTS):
+        # cumsum adds one element after the other; sum would add in pairs.
+        total += float(np.cumsum(squares[begin : begin + BLOCK_ELEMENTS])[-1])
+    return total
+
+
+def as_array(tensor: torch.Tensor) -> NDArray[Any]:
+    """A flat numpy view of a contiguous CPU tensor of dtype fp32, fp16, or bf16 (as ``uint16``).
+
+    Raises ValueError, before any memory is touched, for a tensor on another device, sparse, or not contiguous.
+    """
+    import torch
+
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"tensor has layout {tensor.layout}, device {tensor.device} and strides that are not checked further; "
+            "it must be a dense contiguous CPU tensor: use .contiguous() or .cpu()"
+        )
+    flat = tensor.detach().reshape(-1)
+    return (flat.view(torch.uint16) if flat.dtype == torch.bfloat16 else flat).numpy()
+
+
+def adamw_step_tensors(
+    gradient: torch.Tensor,
+    master: torch.Tensor,
+    first_moment: torch.Tensor,
+    second_moment: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    gradient2: torch.Tensor | None = None,
+    **options: Any,
+) -> int:
+    """``adamw_step`` on torch tensors of any equal shapes; the options have the same names."""
+    return adamw_step(
+        as_array(gradient),
+        as_array(master),
+        as_array(first_moment),
+        as_array(second_moment),
+        as_array(weight),
+        gradient2=None if gradient2 is None else as_array(gradient2),
+        **options,
+    )

@@ -21,7 +21,18 @@ from pydantic import Field, model_validator
 
 from spipe.errors import SpipeError, unknown
 from spipe.model import LayerKind, ModelSpec, PassName
-from spipe.units import Fraction, NonNegative, Positive, Spec, Unlimited, nested_spec, read_table, to_human_units
+from spipe.units import (
+    Fraction,
+    NonNegative,
+    Positive,
+    Spec,
+    Unlimited,
+    merged,
+    nested_spec,
+    read_table,
+    to_base_units,
+    to_human_units,
+)
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Provenance = Literal["assumed", "published", "fitted", "measured"]
@@ -289,7 +300,7 @@ def _check_field_path(path: str) -> None:
         if owner is None:
             return  # a key of a table such as accelerator.peak_flops
         if name not in owner.model_fields:
-            raise ValueError(f"provenance: {unknown('field', path, owner.model_fields)}")
+            raise ValueError(f"provenance of {path!r}: {unknown('field', name, owner.model_fields)}")
         owner = nested_spec(owner.model_fields[name].annotation)
 
 
@@ -551,16 +562,18 @@ def _builtin_path(name: str) -> Path:
 
 
 def _parse(path: Path, source: str) -> HardwareSpec:
-    return HardwareSpec.from_table({"name": path.stem} | _extended(path, ()), source)
+    data, inherited = _read(path, ())
+    return HardwareSpec.from_table({"name": path.stem} | data, source, inherited)
 
 
-def _extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    if path in seen:
+def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The table of a file, and in base units what it inherits by ``extends``."""
+    if path.resolve() in seen:
         raise SpipeError(f"{path}: extends itself by way of {', '.join(str(other) for other in seen)}")
     data = read_table(path)
     base = data.pop("extends", None)
     if base is None:
-        return data
+        return data, {}
     if not isinstance(base, str):
         raise SpipeError(f"{path}: extends = {base!r} should be the name or path of a hardware")
     if base in HARDWARE_NAMES:
@@ -569,14 +582,8 @@ def _extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         base_path = path.parent / base
     else:
         raise SpipeError(f"{path}: extends: {unknown('hardware', base, HARDWARE_NAMES, 'Or give a path.')}")
-    inherited = _extended(base_path, (*seen, path))
-    inherited.pop("name", None)
-    return _merged(inherited, data)
-
-
-def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(base)
-    for key, value in changes.items():
-        old = result.get(key)
-        result[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return result
+    base_data, inherited = _read(base_path, (*seen, path.resolve()))
+    try:
+        return data, merged(inherited, to_base_units(HardwareSpec, base_data))
+    except SpipeError as error:
+        raise SpipeError(f"{base_path}: {error}") from None

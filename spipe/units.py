@@ -111,17 +111,31 @@ class Spec(BaseModel):
             raise invalid(cls, error) from None
 
     @classmethod
-    def from_table(cls, data: Mapping[str, Any], source: str) -> Self:
-        """A spec from a file's table, whose keys may carry human units; messages start with ``source``."""
+    def from_table(cls, data: Mapping[str, Any], source: str, defaults: Mapping[str, Any] | None = None) -> Self:
+        """A spec from a file's table, whose keys may carry human units; messages start with ``source``.
+
+        ``defaults`` (in base units) fill what the table leaves out.
+        """
         written: dict[KeyPath, tuple[str, Any]] = {}
         try:
             base = to_base_units(cls, data, (), written)
         except SpipeError as error:
             raise SpipeError(f"{source}: {error}") from None
         try:
-            return super().model_validate(base)
+            return super().model_validate(merged(defaults or {}, base))
         except ValidationError as error:
             raise invalid(cls, error, source, written) from None
+
+    def override(self, changes: Mapping[str, Any]) -> Self:
+        """A checked copy with single values changed, named as in a file: ``{"accelerator.memory_gib": 24}``."""
+        table: dict[str, Any] = {}
+        for path, value in changes.items():
+            *parents, key = path.split(".")
+            owner = table
+            for parent in parents:
+                owner = owner.setdefault(parent, {})
+            owner[key] = value
+        return self.from_table(table, "override", self.model_dump())
 
     def replace(self, **changes: Any) -> Self:
         """A checked copy with some fields changed (``model_copy(update=...)`` does not check)."""
@@ -205,6 +219,15 @@ def to_human_units(spec: Spec) -> dict[str, Any]:
     return result
 
 
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with ``changes`` on top: tables are merged, everything else is replaced."""
+    result = dict(base)
+    for key, value in changes.items():
+        old = result.get(key)
+        result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
 def _scaled(convert: Any, value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _scaled(convert, item) for key, item in value.items()}
@@ -226,13 +249,29 @@ def invalid(
     written: Mapping[KeyPath, tuple[str, Any]] | None = None,
 ) -> SpipeError:
     """One message for all that is wrong with a spec: the field, its value and what is allowed."""
-    messages = [_message(cls, details, written or {}) for details in error.errors(include_url=False)]
+    found = error.errors(include_url=False)
+    unknown_keys = [tuple(details["loc"]) for details in found if details["type"] == "extra_forbidden"]
+    messages = [
+        _message(cls, details, written or {})
+        for details in found
+        if not (details["type"] == "missing" and _is_misnamed(tuple(details["loc"]), unknown_keys))
+    ]
     shown = messages[:5] + ([f"and {len(messages) - 5} more"] if len(messages) > 5 else [])
     return SpipeError(f"{source or cls.__name__}: {'; '.join(shown)}")
 
 
+def _is_misnamed(missing: KeyPath, unknown_keys: list[KeyPath]) -> bool:
+    """Whether the missing field was meant by a key with a wrong unit."""
+    return any(key[:-1] == missing[:-1] and _has_wrong_unit(str(key[-1]), str(missing[-1])) for key in unknown_keys)
+
+
+def _has_wrong_unit(key: str, field: str) -> bool:
+    rest = key.removeprefix(_stem(field))
+    return bool(units_of(field)) and rest != key and all(map(_UNIT_WORD.fullmatch, rest.split("_")))
+
+
 def _message(cls: type[BaseModel], details: Any, written: Mapping[KeyPath, tuple[str, Any]]) -> str:
-    path: KeyPath = tuple(details["loc"])
+    path: KeyPath = tuple(part for part in details["loc"] if part != "[key]")
     if details["type"] == "extra_forbidden":
         return _unknown_key(cls, path)
     if details["type"] == "missing":
@@ -240,13 +279,17 @@ def _message(cls: type[BaseModel], details: Any, written: Mapping[KeyPath, tuple
         also = "".join(f" or {_stem(str(path[-1])) + unit.suffix!r}" for unit in units)
         return f"{dotted(path)} is missing{f' (write {path[-1]!r}{also})' if also else ''}"
     reason = re.sub(r"^(Value error, )?(Input )?", "", details["msg"])
+    reason = re.sub(r"a valid dictionary or instance of \w+", "a table of fields", reason)
     if details["type"] == "value_error" and (not path or isinstance(details["input"], Mapping)):
         return f"{dotted(path)}: {reason}" if path else reason
-    key, value = written.get(path, (None, details["input"]))
-    name = dotted((*path[:-1], key)) if key else dotted(path)
-    if key and details["type"].startswith(("greater", "less")) and units_of(str(path[-1])):
-        reason += f" (in {path[-1]}: {details['input']!r})" if "0" not in reason.split() else ""
-    return f"{name} = {value!r} {reason}"
+    value = details["input"]
+    if path in written:
+        key, value = written[path]
+        path = (*path[:-1], key)
+    elif path[:-1] in written and path[-1] in written[path[:-1]][1]:
+        key, table = written[path[:-1]]
+        path, value = (*path[:-2], key, path[-1]), table[path[-1]]
+    return f"{dotted(path)} = {value!r} {reason}"
 
 
 def _unknown_key(cls: type[BaseModel], path: KeyPath) -> str:
@@ -257,8 +300,7 @@ def _unknown_key(cls: type[BaseModel], path: KeyPath) -> str:
             owner = nested_spec(owner.model_fields[part].annotation) or owner
     key = str(path[-1])
     for field in owner.model_fields:
-        rest = key.removeprefix(_stem(field))
-        if units_of(field) and rest != key and all(map(_UNIT_WORD.fullmatch, rest.split("_"))):
+        if _has_wrong_unit(key, field):
             allowed = [f"{_stem(field) + unit.suffix!r} ({unit.meaning})" for unit in units_of(field)]
             return f"{dotted(path)}: not a unit for this quantity; write {' or '.join([*allowed, repr(field)])}"
     names = [*owner.model_fields, *_human_keys(owner)]

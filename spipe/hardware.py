@@ -208,6 +208,8 @@ class HardwareSpec(Spec):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if not self.links:
+            raise ValueError("links = [] should have a link from gpu* towards memory at least")
         if self.unit_cost is None:
             for path, value in _numbers(self):
                 if value == math.inf:
@@ -403,7 +405,7 @@ class Topology:
 
         for a in nodes(link.a):
             for b in nodes(link.b):
-                if link.a != link.b or a < b:
+                if not link.a == link.b == "gpu*" or a < b:
                     yield a, b
 
     def _connect(self, link: Link, a: Node, b: Node, edges: list[Edge]) -> None:

@@ -8,7 +8,7 @@ cores of the host and its node is still called ``gpu``.
 
 import math
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -469,10 +469,13 @@ class Topology:
             if hop.target.kind == "memory":
                 accesses[hop.target.host] = accesses.get(hop.target.host, 0) + (2 if i < len(path) - 1 else 1)
         edges = tuple(hop.edges[0] for hop in path)
-        shared = tuple(dict.fromkeys(edge for hop in path for edge in hop.edges[1:]))
+        # Staged data may cross one link in both directions: its joint capacity then serves every byte twice.
+        shared = Counter(edge for hop in path for edge in hop.edges[1:])
+        widths = [hop.bandwidth_bytes_per_s for hop in path]
+        widths += [self.edges[edge].bandwidth_bytes_per_s / times for edge, times in shared.items()]
         return Route(
-            edges=edges + shared,
-            bandwidth_bytes_per_s=min(hop.bandwidth_bytes_per_s for hop in path),
+            edges=edges + tuple(shared),
+            bandwidth_bytes_per_s=min(widths),
             latency_s=math.fsum(hop.latency_s for hop in path),
             memory_accesses=tuple(sorted(accesses.items())),
             is_remote=remote,

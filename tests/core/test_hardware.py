@@ -189,6 +189,17 @@ def test_both_directions_share_an_edge_only_where_the_link_limits_them() -> None
     assert not set(down.edges) & set(up.edges)
 
 
+def test_staged_data_shares_a_link_with_itself() -> None:
+    rtx = load_hardware("rtx3090x4")
+    links = tuple(
+        link.replace(bandwidth_bytes_per_s=8e9, both_directions_bytes_per_s=10e9) if link.b == "memory" else link
+        for link in rtx.links
+    )
+    narrow = rtx.replace(links=links)
+    assert narrow.route(("gpu", 0), ("gpu", 1)).bandwidth_bytes_per_s == 5e9
+    assert narrow.route(("gpu", 0), ("memory", 0)).bandwidth_bytes_per_s == 6e9
+
+
 def test_the_nearest_memory_domain_and_the_widest_way_are_taken() -> None:
     def link(a: str, b: str, bandwidth: float) -> Link:
         return Link(a=a, b=b, bandwidth_bytes_per_s=bandwidth)

@@ -2,13 +2,13 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from spipe.units import Spec
 
 
-class Options(BaseModel):
+class Options(Spec):
     """How a compute order becomes a program. Slots are buffers; reusing one is a dependency."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     recompute: Literal["early", "late"] = "early"
     """``early``: recompute as soon as the stage input is there; ``late``: only once the gradient is there, too."""

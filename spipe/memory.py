@@ -1,0 +1,216 @@
+"""Memory of a plan: itemised bytes per rank and host, fixed by the program before anything runs.
+
+One static account for simulator and runtime. Slots are as large as their largest user; a received activation,
+gradient or stage input has its place from the moment its receive may be posted.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spipe.errors import SpipeError
+from spipe.model import ModelSpec
+from spipe.ops import Kind
+from spipe.program import Program
+
+if TYPE_CHECKING:
+    from spipe.plan import Plan
+
+ALIGNMENT = 64
+"""Every parameter starts at a multiple of this many bytes, in host memory and in the slots."""
+
+Items = dict[str, int]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes by item, for each rank's accelerator and each host, with what is there.
+
+    On device ``cpu`` the ranks' items lie in host memory, too, and count there.
+    """
+
+    ranks: tuple[Items, ...]
+    hosts: tuple[Items, ...]
+    rank_capacity_bytes: float
+    host_capacity_bytes: float
+
+    @property
+    def rank_bytes(self) -> tuple[int, ...]:
+        return tuple(sum(items.values()) for items in self.ranks)
+
+    @property
+    def host_bytes(self) -> tuple[int, ...]:
+        return tuple(sum(items.values()) for items in self.hosts)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What does not fit, with the largest items."""
+        places: list[tuple[str, Items, float]] = [
+            (f"rank {r}", items, self.rank_capacity_bytes) for r, items in enumerate(self.ranks)
+        ]
+        places += [(f"host {h}", items, self.host_capacity_bytes) for h, items in enumerate(self.hosts)]
+        return tuple(
+            f"{place} needs {_gib(total)} of {_gib(capacity)} usable, mostly {_largest(items)}"
+            for place, items, capacity in places
+            if (total := sum(items.values())) > capacity
+        )
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    def require(self) -> None:
+        """Raises SpipeError with the numbers if something does not fit."""
+        if self.problems:
+            raise SpipeError(
+                f"not enough memory: {'; '.join(self.problems)}. Use a smaller microbatch, more and finer stages, "
+                "more ranks, or hardware with more memory"
+            )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _largest(items: Items) -> str:
+    top = sorted(items.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} {_gib(num_bytes)}" for name, num_bytes in top)
+
+
+def aligned(num_bytes: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def layer_bytes(model: ModelSpec, layer: int, element_bytes: int) -> int:
+    """Bytes of one layer's parameters (or gradients), each parameter aligned."""
+    total = 0
+    for shape in model.parameter_shapes(model.layer_kind(layer)).values():
+        size = element_bytes
+        for extent in shape:
+            size *= extent
+        total += aligned(size)
+    return total
+
+
+def memory(plan: "Plan") -> MemoryReport:
+    """The plan's memory on its own hardware."""
+    return _Account(plan).report()
+
+
+class _Account:
+    def __init__(self, plan: "Plan") -> None:
+        from spipe.plan import ELEMENT_BYTES
+
+        self.plan, self.model = plan, plan.model
+        self.program: Program = plan.program()
+        self.element_bytes = ELEMENT_BYTES[plan.precision]
+        self.gradient_bytes = ELEMENT_BYTES[plan.gradient_dtype]
+        kinds = [self.model.layer_kind(i) for i in range(self.model.num_total_layers)]
+        self.weights = [layer_bytes(self.model, i, self.element_bytes) for i in range(len(kinds))]
+        self.gradients = [layer_bytes(self.model, i, self.gradient_bytes) for i in range(len(kinds))]
+        b, s = plan.microbatch_size, plan.sequence
+        self.boundary = aligned(self.model.boundary_bytes(b, s, self.element_bytes))
+        self.saved = [self.model.layer_activation_bytes(kind, b, s, self.element_bytes) for kind in kinds]
+        self.temporary = [self.model.layer_forward_activation_bytes(kind, b, s, self.element_bytes) for kind in kinds]
+
+    def report(self) -> MemoryReport:
+        plan, hardware = self.plan, self.plan.hardware
+        ranks = [self.rank_items(rank) for rank in range(plan.layout.num_ranks)]
+        hosts: list[defaultdict[str, int]] = [
+            defaultdict(int) for _ in range(hardware.host_of(plan.layout.num_ranks - 1) + 1)
+        ]
+        for rank, items in enumerate(ranks):
+            host = hosts[hardware.host_of(rank)]
+            for name, num_bytes in self.host_items(rank).items():
+                host[name] += num_bytes
+            if hardware.device == "cpu":
+                host["ranks"] += sum(items.values())
+        return MemoryReport(
+            tuple(ranks),
+            tuple(dict(items) for items in hosts),
+            hardware.accelerator.usable_memory_bytes,
+            hardware.cpu.usable_memory_bytes,
+        )
+
+    def rank_items(self, rank: int) -> Items:
+        """What the accelerator of a rank holds."""
+        program, layout, boundary = self.program, self.program.layout, self.boundary
+        weight_slots: dict[int, int] = defaultdict(int)
+        gradient_slots: dict[int, int] = defaultdict(int)
+        rings: dict[tuple[int, int], int] = {}
+        sends: dict[tuple[int, int], int] = defaultdict(int)
+        for i in range(len(program)):
+            if program.rank[i] != rank:
+                continue
+            kind, layers = program.kind[i], program.layers(program.stage[i])
+            if kind == Kind.FREE:
+                weight_slots[program.slot[i]] = max(weight_slots[program.slot[i]], self.total(self.weights, layers))
+            elif kind == Kind.OFFLOAD_GRAD:
+                gradient_slots[program.slot[i]] = max(
+                    gradient_slots[program.slot[i]], self.total(self.gradients, layers)
+                )
+            elif kind in (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT):
+                ring = (kind, program.lane[i])
+                rings[ring] = max(rings.get(ring, 0), program.slot[i] + 1)
+            elif kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT, Kind.SEND_STAGE_INPUT):
+                ring = (kind, program.lane[i])
+                sends[ring] = min(sends[ring] + 1, program.options.send_slots)
+        microbatches = program.num_microbatches
+        inputs = [k for k, s in enumerate(layout.backward) if s.rank == rank and s.first > 0]
+        if program.options.stage_input_route == "host":
+            num_inputs = min(program.options.stage_input_slots, len(inputs) * microbatches)
+        else:
+            num_inputs = len(inputs) * microbatches
+        local = any(a.rank == b.rank == rank for a, b in zip(layout.forward, layout.forward[1:], strict=False))
+        local_gradients = any(
+            a.rank == b.rank == rank for a, b in zip(layout.backward, layout.backward[1:], strict=False)
+        )
+        readers = [layout.forward[0]] if layout.forward else []
+        readers += [layout.backward[0], layout.backward[-1]]
+        tokens = sum(stage.rank == rank for stage in readers) * min(program.options.token_slots, microbatches)
+        return {
+            "weights": sum(weight_slots.values()),
+            "gradients": sum(gradient_slots.values()),
+            "stage inputs": num_inputs * boundary,
+            "received messages": sum(rings.values()) * boundary,
+            "unsent messages": sum(sends.values()) * boundary,
+            "local activations": (microbatches + 1) * boundary * (local + local_gradients),
+            "recompute and backward": self.arena(rank),
+            "tokens": tokens * 2 * aligned(8 * self.plan.microbatch_size * self.plan.sequence),
+        }
+
+    def arena(self, rank: int) -> int:
+        """The largest need of one compute op: temporaries of a forward, or a whole stage's saved activations."""
+        layout, boundary = self.program.layout, self.boundary
+        forward = [max(self.temporary[i] for i in s.layers) + 2 * boundary for s in layout.forward if s.rank == rank]
+        backward = [
+            self.total(self.saved, s.layers) + max(self.temporary[i] for i in s.layers) + 2 * boundary
+            for s in layout.backward
+            if s.rank == rank
+        ]
+        return max([*forward, *backward], default=0)
+
+    def host_items(self, rank: int) -> Items:
+        """What a rank holds in its host's memory: all that belongs to the layers whose backward it runs."""
+        layout = self.program.layout
+        layers = [i for s in layout.backward if s.rank == rank for i in s.layers]
+        owned = self.total(self.weights, layers)
+        state = 12 * owned // self.element_bytes
+        if self.model.tied_embeddings and self.model.num_total_layers - 1 in layers:
+            tied = self.model.vocab_size * self.model.hidden_size
+            owned -= aligned(tied * self.element_bytes)
+            state -= 12 * tied
+        stored = sum(1 for s in layout.backward if s.rank == rank and s.first > 0) * self.program.num_microbatches
+        return {
+            "weights": owned,
+            "gradients": self.total(self.gradients, layers),
+            "master weights and moments": state,
+            "undo data": state if self.program.options.optimizer == "async" else 0,
+            "stage inputs": stored * self.boundary if self.program.options.stage_input_route == "host" else 0,
+        }
+
+    @staticmethod
+    def total(of_layer: list[int], layers: Iterable[int]) -> int:
+        return sum(of_layer[i] for i in layers)

@@ -1,0 +1,264 @@
+"""Plan: everything that simulator and runtime need to know, in one validated file.
+
+``plan.json`` holds the model, the full hardware spec, layout, schedule and options, precision, optimizer, batch and
+predicted metrics. The same inputs give the same bytes. ``Plan.program()`` is the one place where a plan becomes ops.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from spipe.errors import SpipeError
+from spipe.hardware import HardwareSpec
+from spipe.layout import Layout, Stage
+from spipe.lower import lower
+from spipe.model import ModelSpec
+from spipe.options import Options
+from spipe.program import Program
+from spipe.schedules import SCHEDULES, get_schedule
+from spipe.units import NonNegative, Positive, Spec
+
+SCHEMA_VERSION = 1
+Dtype = Literal["fp32", "bf16", "fp16"]
+ELEMENT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+PositiveInt = Annotated[int, Field(strict=True, ge=1)]
+Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+class StageSpec(Spec):
+    """One stage of the layout file."""
+
+    first: Annotated[int, Field(strict=True, ge=0)]
+    stop: PositiveInt
+    rank: Annotated[int, Field(strict=True, ge=0)]
+
+
+class LayoutSpec(Spec):
+    """The layout as it stands in the file; ``spipe.layout.Layout`` checks it."""
+
+    num_ranks: PositiveInt
+    forward: tuple[StageSpec, ...]
+    backward: tuple[StageSpec, ...]
+    layer_costs: tuple[float, ...]
+
+    def layout(self) -> Layout:
+        def stages(specs: Sequence[StageSpec]) -> tuple[Stage, ...]:
+            return tuple(Stage(s.first, s.stop, s.rank) for s in specs)
+
+        return Layout(
+            len(self.layer_costs), self.num_ranks, stages(self.forward), stages(self.backward), self.layer_costs
+        )
+
+    @classmethod
+    def of(cls, layout: Layout) -> "LayoutSpec":
+        def specs(stages: Sequence[Stage]) -> tuple[StageSpec, ...]:
+            return tuple(StageSpec(first=s.first, stop=s.stop, rank=s.rank) for s in stages)
+
+        return cls(
+            num_ranks=layout.num_ranks,
+            forward=specs(layout.forward),
+            backward=specs(layout.backward),
+            layer_costs=layout.layer_costs,
+        )
+
+
+class AdamW(Spec):
+    """AdamW with decoupled weight decay and bias correction, on fp32 masters."""
+
+    learning_rate: NonNegative = 1e-3
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    epsilon: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+
+
+class LossScale(Spec):
+    """Dynamic loss scale, used with fp16 only: halved on overflow, doubled after ``window`` good steps in a row."""
+
+    initial: Positive = 65536.0
+    window: PositiveInt = 1000
+    minimum: Positive = 1.0
+
+
+class Plan(Spec):
+    """A job that can be simulated and run."""
+
+    schema_version: Literal[1] = 1
+    model: ModelSpec
+    hardware: HardwareSpec
+    schedule: str
+    layout: LayoutSpec
+    options: Options = Options()
+    precision: Dtype = "bf16"
+    """Weights, activations and messages; masters and moments are always fp32."""
+    gradient_precision: Dtype | None = None
+    """Gradients accumulate and travel to the host in this type; None: as ``precision``."""
+    optimizer: AdamW = AdamW()
+    loss_scale: LossScale = LossScale()
+    sequence: PositiveInt
+    microbatch_size: PositiveInt
+    """Sequences per microbatch."""
+    num_microbatches: PositiveInt
+    compute_threads: PositiveInt = 1
+    """CPU threads of a rank's compute lane (device ``cpu``); results are bitwise equal only for the same number."""
+    optimizer_threads: Annotated[int, Field(strict=True, ge=0)] = 0
+    """CPU threads of a rank's optimizer; 0: the host's cores shared out over its ranks."""
+    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+    predicted: dict[str, float] | None = None
+    """Metrics of the simulation that chose this plan."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        get_schedule(self.schedule)
+        layers = self.model.num_total_layers
+        if len(self.layout.layer_costs) != layers:
+            raise SpipeError(
+                f"layout.layer_costs has {len(self.layout.layer_costs)} entries, but {self.model.name} has {layers} "
+                "layers (embedding, blocks and head)"
+            )
+        self.model.check_sequence(self.sequence)
+        if self.layout.num_ranks > self.hardware.num_ranks:
+            raise SpipeError(
+                f"the layout uses {self.layout.num_ranks} ranks, but {self.hardware.name} has {self.hardware.num_ranks}"
+            )
+        self.layout.layout()
+        return self
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per training step."""
+        return self.microbatch_size * self.num_microbatches
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.sequence
+
+    @property
+    def gradient_dtype(self) -> Dtype:
+        return self.gradient_precision or self.precision
+
+    def program(self) -> Program:
+        """The ops of one training step: the one schedule that simulator and runtime interpret."""
+        return _program(self.layout, self.schedule, self.num_microbatches, self.options, self.model.tied_embeddings)
+
+    def digest(self) -> str:
+        """A short name for what is trained and how, predictions and hardware left out."""
+        text = self.model_dump_json(exclude={"predicted", "hardware"})
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def save(self, path: str | Path) -> None:
+        """Write ``plan.json``; the same plan gives the same bytes."""
+        Path(path).write_text(json.dumps(self.model_dump(mode="json"), indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read and validate a plan. Raises SpipeError naming the field, its value and what is allowed."""
+        path = Path(path)
+        try:
+            data = json.loads(path.read_text())
+        except OSError as error:
+            raise SpipeError(f"{path}: cannot read the plan ({error.strerror})") from None
+        except ValueError as error:
+            raise SpipeError(f"{path}: not JSON ({error}); make a plan with `spipe search`") from None
+        if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
+            version = data.get("schema_version") if isinstance(data, dict) else None
+            raise SpipeError(
+                f"{path}: schema_version = {version!r}, this version reads {SCHEMA_VERSION}; make the plan again with "
+                "`spipe search`"
+            )
+        try:
+            plan = cls.model_validate(data)
+            plan.program()
+        except SpipeError as error:
+            raise SpipeError(f"{path}: {error}") from None
+        return plan
+
+
+@lru_cache(maxsize=64)
+def _program(layout: LayoutSpec, schedule: str, num_microbatches: int, options: Options, tied: bool) -> Program:
+    laid_out = layout.layout()
+    order = get_schedule(schedule).compute_order(laid_out, num_microbatches)
+    return lower(laid_out, order, num_microbatches, options, tied=tied)
+
+
+def relative_layer_costs(model: ModelSpec, sequence: int) -> list[float]:
+    """Forward operations of every layer, in units of a block's."""
+    block = model.layer_forward_flops("block", 1, sequence, causal=True)
+    return [
+        model.layer_forward_flops(model.layer_kind(i), 1, sequence, causal=True) / block
+        for i in range(model.num_total_layers)
+    ]
+
+
+def make_plan(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    *,
+    schedule: str = "spipe",
+    num_ranks: int | None = None,
+    forward_stages: int = 2,
+    backward_stages: int = 6,
+    global_batch: int,
+    microbatch_size: int,
+    sequence: int,
+    full_forward: bool = False,
+    published: bool = False,
+    layer_costs: Sequence[float] | None = None,
+    layout: Layout | None = None,
+    options: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Plan:
+    """A plan from a schedule and stages per rank.
+
+    Args:
+        num_ranks: ranks to use; None for all of the hardware.
+        forward_stages, backward_stages: stages per rank F and B; equal unless the schedule is decoupled.
+        global_batch: sequences per training step, a multiple of ``microbatch_size``.
+        full_forward: also run forward what the top backward stage recomputes anyway.
+        published: the options and full forward of the published system instead of our defaults.
+        layer_costs: relative forward cost of every layer; None: from its operations.
+        layout: a layout of your own instead of stages per rank.
+        options: fields of ``Options`` that differ from the defaults.
+        fields: further fields of ``Plan``.
+
+    Raises:
+        SpipeError: naming what does not fit and what would.
+    """
+    for name, value in (("global_batch", global_batch), ("microbatch_size", microbatch_size), ("sequence", sequence)):
+        if not isinstance(value, int) or value < 1:
+            raise SpipeError(f"{name} = {value!r} should be a whole number of at least 1")
+    if global_batch % microbatch_size:
+        raise SpipeError(
+            f"a global batch of {global_batch} sequences does not divide into microbatches of {microbatch_size}; use a "
+            "microbatch size that divides it"
+        )
+    system = get_schedule(schedule)
+    ranks = hardware.num_ranks if num_ranks is None else num_ranks
+    if not 1 <= ranks <= hardware.num_ranks:
+        raise SpipeError(f"num_ranks = {ranks} should be 1 to {hardware.num_ranks}, the ranks of {hardware.name}")
+    if layout is None:
+        costs = list(layer_costs) if layer_costs is not None else relative_layer_costs(model, sequence)
+        if ranks > len(costs):
+            raise SpipeError(f"{ranks} ranks are more than the {len(costs)} layers of {model.name}; use fewer ranks")
+        layout = system.make_layout(ranks, costs, forward_stages, backward_stages, full_forward or published)
+    chosen = Options(**{**(system.published if published else {}), **(options or {})})
+    return Plan(
+        model=model,
+        hardware=hardware,
+        schedule=schedule,
+        layout=LayoutSpec.of(layout),
+        options=chosen,
+        sequence=sequence,
+        microbatch_size=microbatch_size,
+        num_microbatches=global_batch // microbatch_size,
+        **fields,
+    )
+
+
+__all__ = ["SCHEDULES", "AdamW", "LayoutSpec", "LossScale", "Plan", "StageSpec", "make_plan", "relative_layer_costs"]

@@ -1,0 +1,194 @@
+"""Traces: timed ops, simulated or measured, in one format that Perfetto and chrome://tracing open.
+
+The simulator and the runtime both write this; ``spipe.metrics`` and calibration read it. All times are seconds on one
+clock. ``ready``: the op's dependencies were done. ``start``: its lane began it; a transfer starts when both sides are
+there. ``end``: it was done. ``cpu_s``: processor time it used, where the op ran on CPU threads (else NaN).
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spipe.errors import SpipeError
+from spipe.program import Program
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+_TIMES = ("ready_s", "start_s", "end_s", "cpu_s")
+
+
+@dataclass
+class Trace:
+    """Timed ops of one or more training steps, as parallel columns.
+
+    Attributes:
+        source: ``simulated`` or ``measured``.
+        names, ranks, lanes: text, rank and lane of each op of the program, by op number.
+        step, op: which step and which op a row is about.
+        ready_s, start_s, end_s, cpu_s: times of the row, see the module text.
+        notes: what came of an op, by (step, op): ``rollback``, ``bypass``.
+        metadata: anything else worth keeping (plan digest, device, host); JSON values.
+    """
+
+    source: str
+    names: Sequence[str]
+    ranks: Sequence[int]
+    lanes: Sequence[str]
+    step: list[int] = field(default_factory=list)
+    op: list[int] = field(default_factory=list)
+    ready_s: list[float] = field(default_factory=list)
+    start_s: list[float] = field(default_factory=list)
+    end_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    notes: dict[tuple[int, int], str] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, program: Program, source: str, **metadata: Any) -> "Trace":
+        """A trace of ``program`` without rows."""
+        lanes = [str(lane) for lane in program.lanes]
+        return cls(
+            source,
+            [str(op) for op in program.ops],
+            program.rank,
+            [lanes[lane] for lane in program.lane],
+            metadata=metadata,
+        )
+
+    def add(self, step: int, op: int, ready_s: float, start_s: float, end_s: float, cpu_s: float = math.nan) -> None:
+        """Add one timed op."""
+        self.step.append(step)
+        self.op.append(op)
+        self.ready_s.append(ready_s)
+        self.start_s.append(start_s)
+        self.end_s.append(end_s)
+        self.cpu_s.append(cpu_s)
+
+    def __len__(self) -> int:
+        return len(self.op)
+
+    def steps(self) -> list[int]:
+        """The steps that have rows, ascending."""
+        return sorted(set(self.step))
+
+    def rows(self, step: int) -> dict[int, int]:
+        """Op number -> row, for one step."""
+        return {op: row for row, (s, op) in enumerate(zip(self.step, self.op, strict=True)) if s == step}
+
+    def frame(self) -> "pd.DataFrame":
+        """One row per timed op: step, op, name, kind, stage, rank, lane, times, duration (seconds)."""
+        import pandas as pd
+
+        names = [self.names[i] for i in self.op]
+        frame = pd.DataFrame(
+            {
+                "step": self.step,
+                "op": self.op,
+                "name": names,
+                "kind": [name.split()[0] for name in names],
+                "stage": [name.split()[1] for name in names],
+                "rank": [self.ranks[i] for i in self.op],
+                "lane": [self.lanes[i] for i in self.op],
+                **{column: getattr(self, column) for column in _TIMES},
+            }
+        )
+        frame["duration_s"] = frame["end_s"] - frame["start_s"]
+        return frame
+
+    def check_matches(self, program: Program, where: str) -> None:
+        """Raises SpipeError unless the trace is of this program."""
+        names = [str(op) for op in program.ops]
+        if list(self.names) != names or list(self.ranks) != program.rank:
+            raise SpipeError(
+                f"{where}: this trace has {len(self.names)} ops a step that are not the {len(names)} ops of the plan: "
+                "it belongs to another plan; give the plan that was run"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write Chrome trace-event JSON: a process per rank, a thread per lane, microseconds; exact seconds in args."""
+        origin = min(self.start_s, default=0.0)
+        threads: dict[tuple[int, str], int] = {}
+        events: list[dict[str, Any]] = []
+        for row, i in enumerate(self.op):
+            rank, lane = self.ranks[i], self.lanes[i]
+            thread = threads.setdefault((rank, lane), len(threads))
+            args: dict[str, Any] = {"op": i, "step": self.step[row]}
+            for column in _TIMES:
+                value = getattr(self, column)[row]
+                if not math.isnan(value):
+                    args[column] = value
+            note = self.notes.get((self.step[row], i))
+            if note:
+                args["note"] = note
+            start, end = self.start_s[row], self.end_s[row]
+            events.append(
+                {
+                    "name": self.names[i],
+                    "cat": self.names[i].split()[0],
+                    "ph": "X",
+                    "pid": rank,
+                    "tid": thread,
+                    "ts": (start - origin) * 1e6,
+                    "dur": (end - start) * 1e6,
+                    "args": args,
+                }
+            )
+        heads: list[dict[str, Any]] = []
+        for rank in sorted({rank for rank, _ in threads}):
+            heads.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
+        for (rank, lane), thread in threads.items():
+            heads.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": lane}})
+        document = {
+            "traceEvents": heads + events,
+            "displayTimeUnit": "ms",
+            "metadata": {
+                "spipe_trace": SCHEMA_VERSION,
+                "source": self.source,
+                "names": list(self.names),
+                "ranks": list(self.ranks),
+                "lanes": list(self.lanes),
+                "more": self.metadata,
+            },
+        }
+        Path(path).write_text(json.dumps(document, separators=(",", ":"), allow_nan=False))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Trace":
+        """Read back what ``save`` wrote. Raises SpipeError for anything else."""
+        path = Path(path)
+        try:
+            document = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise SpipeError(
+                f"{path}: not a readable trace ({error}); expected a trace.json written by spipe"
+            ) from None
+        metadata = document.get("metadata") if isinstance(document, dict) else None
+        if not isinstance(metadata, dict) or metadata.get("spipe_trace") != SCHEMA_VERSION:
+            found = metadata.get("spipe_trace") if isinstance(metadata, dict) else None
+            raise SpipeError(
+                f"{path}: not a spipe trace of version {SCHEMA_VERSION} (found {found!r}); it has to come from "
+                "`spipe simulate --trace` or `spipe run`"
+            )
+        try:
+            trace = cls(
+                metadata["source"], metadata["names"], metadata["ranks"], metadata["lanes"], metadata=metadata["more"]
+            )
+            for event in document["traceEvents"]:
+                if event["ph"] == "X":
+                    args = event["args"]
+                    ready, start, end = args["ready_s"], args["start_s"], args["end_s"]
+                    trace.add(args["step"], args["op"], ready, start, end, args.get("cpu_s", math.nan))
+                    if "note" in args:
+                        trace.notes[args["step"], args["op"]] = args["note"]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise SpipeError(
+                f"{path}: damaged trace: {type(error).__name__} {error}; run again to make a new one"
+            ) from None
+        if any(not 0 <= i < len(trace.names) for i in trace.op):
+            raise SpipeError(f"{path}: damaged trace: an op number is outside 0..{len(trace.names) - 1}")
+        return trace

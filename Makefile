@@ -1,0 +1,52 @@
+# The first target lists the targets: the line behind `##` is their help.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Python files in the checkout are used in place; what is compiled or declared needs a new install when it changes.
+INSTALLED := $(VENV)/.installed-spipe
+BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
+CPP_FILES := $(wildcard native/*.cpp native/*.hpp)
+NOTEBOOKS := $(wildcard notebooks/*.py)
+
+.PHONY: help setup demo test test-all lint format notebooks wheel clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+
+setup: $(INSTALLED)  ## set up .venv: dependencies, tools and the compiled extension
+
+$(INSTALLED): $(BUILD_INPUTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "spipe needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: $(INSTALLED)  ## search, train, calibrate and predict on this machine's CPU, in a few minutes
+	$(BIN)/spipe demo
+
+test: $(INSTALLED)  ## the fast tests
+	$(BIN)/python -m pytest
+
+test-all: $(INSTALLED)  ## all tests that this machine can run, slow ones and GPU ones included
+	$(BIN)/python -m pytest -m ''
+
+lint: $(INSTALLED)  ## ruff, mypy and clang-format, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+
+format: $(INSTALLED)  ## rewrite Python and C++ files in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+notebooks: $(INSTALLED)  ## execute the notebooks
+	$(BIN)/python scripts/execute_notebooks.py $(NOTEBOOKS)
+
+wheel: $(INSTALLED)  ## build a wheel into dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
+
+clean:  ## remove what was built, .venv included
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

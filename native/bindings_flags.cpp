@@ -84,8 +84,8 @@ Raises ValueError for a negative timeout.)")
             "wait_many",
             [](Flags& self, const IntegerArray& indices, const IntegerArray& values, double timeout_s,
                int64_t abort_index) {
-                return wait_for(self, to_vector("indices", indices), to_vector("values", values), timeout_s,
-                                abort_index);
+                const std::vector<int64_t> flag_indices = to_vector("indices", indices);
+                return wait_for(self, flag_indices, to_vector("values", values), timeout_s, abort_index);
             },
             py::arg("indices"), py::arg("values"), py::arg("timeout_s"), py::arg("abort_index") = -1,
             R"(Waits until every flag indices[i] is at least values[i]; otherwise like `wait`.

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "bucket.hpp"
 #include "optimizer.hpp"
 #include "parameter.hpp"
 #include "worker_pool.hpp"
@@ -42,6 +43,14 @@ Parameter make_parameter(uintptr_t gradient, const std::string& gradient_dtype, 
     parameter.count = count;
     parameter.weight_decay = weight_decay;
     return parameter;
+}
+
+py::tuple block_bounds(const std::vector<int64_t>& counts, int64_t number) {
+    for (int64_t count : counts) check_count("counts", count);
+    const BlockIndex index(counts);
+    if (number < 0 || number >= index.num_blocks()) throw std::out_of_range("no such block");
+    const Block block = index.at(number);
+    return py::make_tuple(block.parameter, block.first, block.count, block.offset);
 }
 
 std::string describe(const Parameter& p) {
@@ -158,6 +167,10 @@ untouched.)")
         .def_property_readonly("snapshot_bytes", &Optimizer::snapshot_bytes, "Bytes held for undoing steps.")
         .def("_fail_at_block", &Optimizer::fail_at_block, py::arg("bucket"), py::arg("block"),
              "For tests: the next step of the bucket raises RuntimeError when a worker reaches this block.");
+    module.def("_block_bounds", &block_bounds, py::arg("counts"), py::arg("number"),
+               R"(For tests: (parameter, first element, number of elements, offset in the bucket) of one block.
+
+`counts` are the numbers of elements of the parameters of a bucket. Raises IndexError for a block that does not exist.)");
 }
 
 }  // namespace spipe

@@ -1,4 +1,11 @@
-"""See ``spipe.sim``; this folder is linked into the package and is never imported by its bare name."""
+"""Simulator: cost model, engine, search, calibration, comparison.
+
+This folder is linked into the package as ``spipe.sim`` and is never imported by its bare name.
+"""
 
 if __name__ != "spipe.sim":
     raise ImportError("import this package as spipe.sim, not as a top-level package named sim")
+
+from spipe.sim.simulation import Simulation, simulate
+
+__all__ = ["Simulation", "simulate"]

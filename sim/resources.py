@@ -1,0 +1,181 @@
+"""Shared resources as fluids: links, memory bandwidth and cores that several ops use at a time.
+
+A flow has an amount of work, a cap on its rate, and what it takes of each resource per unit of rate. Rates are weighted
+max-min fair: every flow's rate is raised in proportion to its ``share`` until it reaches its cap or one of its
+resources is full. Rates change only when a flow begins or ends, and only for the flows connected to it through
+resources that are asked for more than they have. A flow whose resources all have enough for everybody runs at its cap
+and costs nothing but a comparison and an addition per resource.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import simpy
+
+_TOLERANCE = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class FlowSpec:
+    """What a kind of op takes of the shared resources.
+
+    Attributes:
+        work: amount of work, in any unit; at its cap the flow lasts ``work / cap``.
+        cap: highest rate, work per second.
+        share: weight in the fair sharing. Equal weights share equally in units of work; weights equal to the caps slow
+            everybody down by the same factor.
+        uses: (resource, amount of it that one unit of rate takes).
+    """
+
+    work: float
+    cap: float
+    share: float
+    uses: tuple[tuple[int, float], ...]
+
+
+class Completion(simpy.Event):
+    """The end of an op, scheduled when the op begins: one event an op, whether its lane had to wait for it or not."""
+
+    def begin(self, delay: float) -> None:
+        """The op begins now and takes ``delay`` seconds."""
+        self._ok = True
+        self._value = None
+        self.env.schedule(self, delay=delay)
+
+
+class Flow:
+    """A running flow; its work is done at ``end_s`` if no rate changes before."""
+
+    __slots__ = ("cap", "completion", "end_s", "rate", "share", "uses", "wake_s")
+
+    def __init__(self, spec: FlowSpec, now: float) -> None:
+        self.cap = self.rate = spec.cap
+        self.share = spec.share
+        self.uses = spec.uses
+        self.end_s = now + spec.work / spec.cap
+        self.completion: Completion | None = None
+        self.wake_s = 0.0
+
+
+class Fluid:
+    """All shared resources of a machine, and the flows that run on them."""
+
+    def __init__(self, env: simpy.Environment, capacities: Sequence[float]) -> None:
+        self.env = env
+        self.capacity = [capacity * (1 + _TOLERANCE) for capacity in capacities]
+        self.demand = [0.0] * len(capacities)
+        """What the running flows would take at their caps."""
+        self.flows: list[dict[Flow, None]] = [{} for _ in capacities]
+
+    def start(self, spec: FlowSpec, completion: Completion) -> Flow:
+        """Begin a flow; ``completion`` happens when it may be done (ask ``resume`` then)."""
+        now = self.env.now
+        flow = Flow(spec, now)
+        crowded = False
+        demand, capacity = self.demand, self.capacity
+        for resource, amount in flow.uses:
+            self.flows[resource][flow] = None
+            demand[resource] += amount * flow.cap
+            if demand[resource] > capacity[resource]:
+                crowded = True
+        if crowded:
+            self._share(flow, now)
+        if flow.rate == flow.cap:
+            completion.begin(spec.work / spec.cap)  # it can only become later than this, never earlier
+        else:
+            self._wait(flow, completion)
+        return flow
+
+    def resume(self, flow: Flow) -> Completion | None:
+        """None if the flow is done (its resources are released), else what to wait for next."""
+        now = self.env.now
+        if flow.end_s - now > _TOLERANCE * now:
+            completion = Completion(self.env)
+            self._wait(flow, completion)
+            return completion
+        crowded = False
+        demand, capacity = self.demand, self.capacity
+        for resource, amount in flow.uses:
+            crowded = crowded or demand[resource] > capacity[resource]
+            flows = self.flows[resource]
+            del flows[flow]
+            demand[resource] = demand[resource] - amount * flow.cap if flows else 0.0
+        if crowded:
+            self._share(flow, now)
+        return None
+
+    def _wait(self, flow: Flow, completion: Completion) -> None:
+        flow.completion = completion
+        self._wake_at_end(flow)
+
+    def _wake_at_end(self, flow: Flow) -> None:
+        flow.wake_s = flow.end_s
+        wake = self.env.timeout(max(flow.end_s - self.env.now, 0.0), value=flow.wake_s)
+        wake.callbacks.append(lambda event: self._woken(flow, event.value))
+
+    def _woken(self, flow: Flow, wake_s: float) -> None:
+        if flow.completion is None or wake_s != flow.wake_s:
+            return  # an earlier wake-up took its place
+        if flow.end_s - self.env.now > _TOLERANCE * self.env.now:
+            self._wake_at_end(flow)
+        else:
+            flow.completion.begin(0.0)
+            flow.completion = None
+
+    # ------------------------------------------------------------------ rates
+
+    def _share(self, changed: Flow, now: float) -> None:
+        """New rates for the flows that share a crowded resource with ``changed``, directly or through others."""
+        resources = {resource: None for resource, _ in changed.uses}
+        component: dict[Flow, None] = {}
+        pending = list(resources)
+        while pending:
+            for flow in self.flows[pending.pop()]:
+                if flow not in component:
+                    component[flow] = None
+                    for resource, _ in flow.uses:
+                        if resource not in resources and self.demand[resource] > self.capacity[resource]:
+                            resources[resource] = None
+                            pending.append(resource)
+        crowded = [resource for resource in resources if self.demand[resource] > self.capacity[resource]]
+        for flow, rate in max_min_rates(list(component), crowded, self.capacity).items():
+            if rate != flow.rate:
+                flow.end_s = now + (flow.end_s - now) * (flow.rate / rate)
+                flow.rate = rate
+                if flow.completion is not None and flow.end_s < flow.wake_s:
+                    self._wake_at_end(flow)
+
+
+def max_min_rates(flows: Sequence[Flow], resources: Sequence[int], capacity: Sequence[float]) -> dict[Flow, float]:
+    """Weighted max-min fair rates of ``flows`` under their caps and the capacity of ``resources`` (others are ample).
+
+    Progressive filling: raise a common level, at which a flow's rate is level · share, until a flow reaches its cap or
+    a resource is full; fix the rates of those flows; go on with the others.
+    """
+    room = {resource: capacity[resource] for resource in resources}
+    left = dict.fromkeys(flows)
+    rates: dict[Flow, float] = {}
+    while left:
+        weight = dict.fromkeys(room, 0.0)
+        level = float("inf")
+        for flow in left:
+            level = min(level, flow.cap / flow.share)
+            for resource, amount in flow.uses:
+                if resource in weight:
+                    weight[resource] += amount * flow.share
+        for resource, total in weight.items():
+            if total > 0:
+                level = min(level, room[resource] / total)
+        full = {r for r, total in weight.items() if total > 0 and room[r] / total <= level * (1 + _TOLERANCE)}
+        for flow in list(left):
+            if flow.cap / flow.share <= level * (1 + _TOLERANCE):
+                rates[flow] = flow.cap
+            elif any(resource in full for resource, _ in flow.uses):
+                rates[flow] = level * flow.share
+            else:
+                continue
+            del left[flow]
+            for resource, amount in flow.uses:
+                if resource in room:
+                    room[resource] = max(room[resource] - amount * rates[flow], 0.0)
+    return rates

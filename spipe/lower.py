@@ -218,7 +218,8 @@ class _Lowering:
             self.loads += loads
             for load, row in zip(loads, rows, strict=True):
                 self.deps[row[0]].append(load)
-            self._ring(loads, [row[-1] for row in rows], self.options.token_slots)
+            uses = sorted(zip([row[-1] for row in rows], loads, strict=True))  # in compute order
+            self._ring([load for _, load in uses], [last for last, _ in uses], self.options.token_slots)
 
     def add_activations(self) -> None:
         self._messages(
@@ -477,11 +478,12 @@ class _Lowering:
             for layer in self.stages[self.stage[i]].layers:
                 needed[layer] = min(needed[layer], start[i])
         deadline = self.options.step_order == "deadline"
-
-        def priority(i: int) -> float:
-            if not deadline or self.kind[i] not in (Kind.STEP, Kind.COMMIT):
-                return start[i]
-            return min(needed[layer] for layer in self.buckets[self.stage[i]][self.index[i]])
+        priority = list(start)
+        if deadline:  # the earlier a layer is read in the next step, the earlier it is stepped; lower layers first
+            ends = [i for i, kind in enumerate(self.kind) if kind in (Kind.STEP, Kind.COMMIT)]
+            layers = {i: self.buckets[self.stage[i]][self.index[i]] for i in ends}
+            for place, i in enumerate(sorted(ends, key=lambda i: (min(needed[x] for x in layers[i]), layers[i].start))):
+                priority[i] = float(place)
 
         def renumber(lists: list[list[int]]) -> list[tuple[int, ...]]:
             return [tuple(sorted({number[d] for d in lists[i]})) for i in order]
@@ -505,7 +507,7 @@ class _Lowering:
             dependencies=renumber(self.deps),
             carried=renumber(self.carried),
             partner=[number[self.partner[i]] if self.partner[i] >= 0 else -1 for i in order],
-            priority=[priority(i) for i in order],
+            priority=[priority[i] for i in order],
             slot=[self.slot[i] for i in order],
             weights=[self.weights[i] for i in order],
             buckets=self.buckets,

@@ -124,11 +124,20 @@ class _Analysis:
         self.start = [trace.start_s[rows[i]] for i in range(len(program))]
         self.end = [trace.end_s[rows[i]] for i in range(len(program))]
         before = trace.rows(step - 1)
-        self.carried_end = {
-            i: max((trace.end_s[before[d]] for d in deps if d in before), default=-math.inf)
-            for i, deps in enumerate(program.carried)
-            if deps
-        }
+        self.carried_end = [
+            max((trace.end_s[before[d]] for d in deps if d in before), default=-math.inf) for deps in program.carried
+        ]
+        # A lane in order also waits for what the ops before waited for: running maxima over the ops of a lane, apart
+        # for the sending and the receiving side of a peer lane.
+        self.lane_ready = [-math.inf] * len(program)
+        self.lane_carried = [-math.inf] * len(program)
+        latest: dict[tuple[int, bool], tuple[float, float]] = {}
+        for i, kind in enumerate(program.kind):
+            side = (program.lane[i], kind in SENDS)
+            ready, carried = latest.get(side, (-math.inf, -math.inf))
+            ready = max([ready, *(self.end[d] for d in program.dependencies[i])])
+            carried = max(carried, self.carried_end[i])
+            self.lane_ready[i], self.lane_carried[i] = latest[side] = (ready, carried)
         validates = [i for i, kind in enumerate(program.kind) if kind == Kind.VALIDATE]
         earlier = [trace.end_s[before[i]] for i in validates if i in before]
         if earlier:
@@ -180,10 +189,10 @@ class _Analysis:
             return
         late = [(self.end[d], d) for d in self.program.dependencies[i] if self.end[d] > begin]
         if not late:
-            yield from _pieces(begin, end, [(self._carried_cause(i), self.carried_end.get(i, begin))], "host issue")
+            yield from _pieces(begin, end, [(self._carried_cause(i), self.carried_end[i])])
             return
-        finished, d = max(late)
-        yield from _pieces(begin, end, [*self._chain(d), (self._own_cause(d), finished)], "host issue")
+        _, d = max(late)
+        yield from _pieces(begin, end, [*self._chain(d), (self._own_cause(d), self.end[d])])
 
     def _carried_cause(self, i: int) -> str:
         """What a compute op waits for in the step before: a gradient slab, or a send slot."""
@@ -204,33 +213,26 @@ class _Analysis:
 
     def _chain(self, d: int) -> list[tuple[str, float]]:
         """(cause, until) of the time before dependency ``d`` itself could start, in order."""
-        kind = Kind(self.program.kind[d])
+        kind, partner = Kind(self.program.kind[d]), self.program.partner[d]
         if kind in RECVS:
-            return [("upstream", self._produced(self.program.partner[d])), ("memory", self._ready(d))]
+            return [("upstream", self.lane_ready[partner]), ("memory", self._settled(d))]
         if kind in SENDS:
-            return [("memory", self._ready(self.program.partner[d]))]
+            return [("memory", self._settled(partner))]
         if kind is Kind.LOAD_STAGE_INPUT:
             stores = [e for e in self.program.dependencies[d] if self.program.kind[e] == Kind.STORE_STAGE_INPUT]
-            return [("upstream", max((self._ready(e) for e in stores), default=-math.inf))]
+            return [("upstream", max((self.lane_ready[e] for e in stores), default=-math.inf))]
         if kind is Kind.FETCH:
-            return [("optimizer", self.carried_end.get(d, -math.inf)), ("memory", self._ready(d))]
+            return [("optimizer", self.lane_carried[d]), ("memory", self.lane_ready[d])]
         return []
 
-    def _produced(self, send: int) -> float:
-        """When what a SEND carries was there; a later readiness of the SEND itself would be its lane's doing."""
-        return max((self.end[d] for d in self.program.dependencies[send]), default=self._ready(send))
-
-    def _ready(self, i: int) -> float:
-        deps = self.program.dependencies[i]
-        return max((self.end[d] for d in deps), default=-math.inf)
+    def _settled(self, i: int) -> float:
+        return max(self.lane_ready[i], self.lane_carried[i])
 
 
-def _pieces(begin: float, end: float, chain: list[tuple[str, float]], rest: str) -> Iterator[tuple[str, float]]:
+def _pieces(begin: float, end: float, chain: list[tuple[str, float]]) -> Iterator[tuple[str, float]]:
     at = begin
-    for cause, until in chain:
+    for cause, until in [*chain, ("host issue", end)]:
         until = min(until, end)
         if until > at:
             yield cause, until - at
             at = until
-    if end > at:
-        yield rest, end - at

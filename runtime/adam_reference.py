@@ -117,7 +117,7 @@ def adamw_step(
             first_moment[block] = m
             second_moment[block] = v
             master[block] = p
-            round_into(weight[block], p)
+            round_into(weight[block], master[block])
     return bypassed
 
 

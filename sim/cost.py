@@ -6,6 +6,8 @@ in ``notes``. Everything that moves bytes follows the hardware's routes.
 """
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -264,7 +266,7 @@ class _Pricing:
             seconds.append(cost[0])
             flows.append(cost[1])
         issue = 0.0 if self.on_cpu else self.hardware.accelerator.launch_overhead_s
-        return OpCosts(seconds, flows, issue, self.capacities)
+        return OpCosts(seconds, without_ample_resources(flows, program.lane, self.capacities), issue, self.capacities)
 
     def price(self, i: int) -> tuple[float, FlowSpec | None]:
         program, model = self.program, self.model
@@ -380,3 +382,35 @@ class _Pricing:
             return hardware.measured_op_overhead_s[kind.name]
         farthest = hardware.route(("gpu", 0), ("gpu", ranks - 1)).latency_s
         return 2 * math.ceil(math.log2(ranks)) * farthest
+
+
+def without_ample_resources(
+    flows: Sequence[FlowSpec | None], lanes: Sequence[int], capacities: Sequence[float]
+) -> list[FlowSpec | None]:
+    """The same flows without uses that can never limit them, which changes no rate and saves most of the arithmetic.
+
+    A lane runs one flow at a time, so a resource is ample if the largest takers of all lanes fit into it together; and
+    it never limits first if all its takers load another one at least as much.
+    """
+    specs = dict.fromkeys(zip(flows, lanes, strict=True))
+    by_lane: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    loads: dict[int, dict[FlowSpec, float]] = defaultdict(dict)  # resource -> flow -> part of it taken at full rate
+    for spec, lane in specs:
+        if spec is not None:
+            for resource, amount in spec.uses:
+                loads[resource][spec] = load = amount * spec.cap / capacities[resource]
+                by_lane[resource][lane] = max(by_lane[resource][lane], load)
+    limiting = [resource for resource in sorted(loads) if sum(by_lane[resource].values()) > 1]
+    for resource in list(limiting):
+        takers = loads[resource]
+        for other in limiting:
+            if other != resource and all(loads[other].get(spec, -1.0) >= load for spec, load in takers.items()):
+                limiting.remove(resource)
+                break
+    kept = set(limiting)
+    lean: dict[FlowSpec | None, FlowSpec | None] = {None: None}
+    for spec in dict.fromkeys(flows):
+        if spec is not None:
+            uses = tuple((resource, amount) for resource, amount in spec.uses if resource in kept)
+            lean[spec] = FlowSpec(spec.work, spec.cap, spec.share, uses) if uses else None
+    return [lean[spec] for spec in flows]

@@ -7,7 +7,8 @@ resources that are asked for more than they have. A flow whose resources all hav
 and costs nothing but a comparison and an addition per resource.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import simpy
@@ -15,7 +16,7 @@ import simpy
 _TOLERANCE = 1e-12
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class FlowSpec:
     """What a kind of op takes of the shared resources.
 
@@ -138,7 +139,7 @@ class Fluid:
                             resources[resource] = None
                             pending.append(resource)
         crowded = [resource for resource in resources if self.demand[resource] > self.capacity[resource]]
-        for flow, rate in max_min_rates(list(component), crowded, self.capacity).items():
+        for flow, rate in max_min_rates(component, crowded, self.capacity).items():
             if rate != flow.rate:
                 flow.end_s = now + (flow.end_s - now) * (flow.rate / rate)
                 flow.rate = rate
@@ -146,36 +147,38 @@ class Fluid:
                     self._wake_at_end(flow)
 
 
-def max_min_rates(flows: Sequence[Flow], resources: Sequence[int], capacity: Sequence[float]) -> dict[Flow, float]:
+def max_min_rates(flows: Iterable[Flow], resources: Iterable[int], capacity: Sequence[float]) -> dict[Flow, float]:
     """Weighted max-min fair rates of ``flows`` under their caps and the capacity of ``resources`` (others are ample).
 
     Progressive filling: raise a common level, at which a flow's rate is level · share, until a flow reaches its cap or
     a resource is full; fix the rates of those flows; go on with the others.
     """
     room = {resource: capacity[resource] for resource in resources}
-    left = dict.fromkeys(flows)
+    weight = dict.fromkeys(room, 0.0)  # what the resource gives per level to the flows that are not fixed yet
+    users: dict[int, list[Flow]] = {resource: [] for resource in room}
+    for flow in flows:
+        for resource, amount in flow.uses:
+            if resource in room:
+                weight[resource] += amount * flow.share
+                users[resource].append(flow)
+    by_cap = sorted(flows, key=lambda flow: flow.cap / flow.share, reverse=True)
     rates: dict[Flow, float] = {}
-    while left:
-        weight = dict.fromkeys(room, 0.0)
-        level = float("inf")
-        for flow in left:
-            level = min(level, flow.cap / flow.share)
+    while by_cap:
+        if by_cap[-1] in rates:
+            by_cap.pop()
+            continue
+        level, full = math.inf, -1
+        for resource, total in weight.items():
+            if total * level > room[resource]:
+                level, full = room[resource] / total, resource
+        fixed = [by_cap[-1]]
+        if fixed[0].cap > level * fixed[0].share:
+            fixed = [flow for flow in users[full] if flow not in rates]
+            del weight[full]
+        for flow in fixed:
+            rates[flow] = rate = min(flow.cap, level * flow.share)
             for resource, amount in flow.uses:
                 if resource in weight:
-                    weight[resource] += amount * flow.share
-        for resource, total in weight.items():
-            if total > 0:
-                level = min(level, room[resource] / total)
-        full = {r for r, total in weight.items() if total > 0 and room[r] / total <= level * (1 + _TOLERANCE)}
-        for flow in list(left):
-            if flow.cap / flow.share <= level * (1 + _TOLERANCE):
-                rates[flow] = flow.cap
-            elif any(resource in full for resource, _ in flow.uses):
-                rates[flow] = level * flow.share
-            else:
-                continue
-            del left[flow]
-            for resource, amount in flow.uses:
-                if resource in room:
-                    room[resource] = max(room[resource] - amount * rates[flow], 0.0)
+                    room[resource] = max(room[resource] - amount * rate, 0.0)
+                    weight[resource] -= amount * flow.share
     return rates

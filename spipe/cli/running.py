@@ -1,0 +1,3 @@
+"""Commands that need no device: search a plan, simulate one."""
+
+COMMANDS = ()

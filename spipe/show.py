@@ -1,0 +1,266 @@
+"""Results for people: tables, a plan in words, and a timeline in characters."""
+
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spipe.hardware import HardwareSpec
+from spipe.layout import Stage
+from spipe.memory import MemoryReport
+from spipe.metrics import CAUSES, StepMetrics
+from spipe.model import ModelSpec
+from spipe.ops import Kind
+from spipe.plan import Plan
+from spipe.program import Program
+from spipe.trace import Trace
+from spipe.units import to_human_units
+
+LETTERS = {Kind.FORWARD: "F", Kind.RECOMPUTE: "r", Kind.BACKWARD: "B"}
+STYLES = {"F": "cyan", "r": "blue", "B": "green", "=": "magenta", "^": "yellow"}
+
+
+def console() -> Console:
+    """A console on stdout; where there is no terminal, lines are as long as they need to be up to 120 characters."""
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
+
+
+# Quantities
+
+
+def seconds(value: float) -> str:
+    """``1.23 s``, ``4.56 ms`` or ``7.89 us``: three significant digits."""
+    if value == 0:
+        return "0"
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if abs(value) * factor >= 1 or unit == "us":
+            return f"{_three(value * factor)} {unit}"
+    raise AssertionError("unreachable")
+
+
+def size(num_bytes: float) -> str:
+    """``1.23 GiB`` or, below a tenth of that, MiB."""
+    if math.isinf(num_bytes):
+        return "unlimited"
+    return f"{_three(num_bytes / 2**30)} GiB" if num_bytes >= 0.1 * 2**30 else f"{_three(num_bytes / 2**20)} MiB"
+
+
+def count(value: float) -> str:
+    """``1.26 M``: a large number with three significant digits."""
+    for factor, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if value >= factor:
+            return f"{_three(value / factor)}{unit}"
+    return f"{value:.0f}"
+
+
+def percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "0.0 %"
+
+
+def _three(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
+    """A table whose first ``left`` columns are text and the others numbers."""
+    made = Table(title=title or None, title_justify="left", title_style="bold")
+    for position, column in enumerate(columns):
+        made.add_column(column, justify="left" if position < left else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+# Specs
+
+
+def models(to: Console, chosen: Sequence[ModelSpec]) -> None:
+    columns = ("model", "blocks", "hidden", "ffn", "heads", "kv heads", "vocabulary", "sequence", "parameters", "state")
+    rows = [
+        (
+            m.name,
+            *map(str, (m.num_layers, m.hidden_size, m.ffn_size, m.num_heads, m.num_kv_heads, m.vocab_size)),
+            str(m.max_sequence or "any"),
+            count(m.num_parameters()),
+            size(16 * m.num_parameters()),
+        )
+        for m in chosen
+    ]
+    to.print(table("", columns, rows))
+    to.print("state: weights, gradients, master weights and moments in CPU memory, 16 bytes a parameter")
+
+
+def hardware_list(to: Console, specs: Sequence[HardwareSpec]) -> None:
+    rows = [
+        (
+            spec.name,
+            spec.device,
+            f"{spec.num_hosts} x {spec.ranks_per_host}",
+            spec.accelerator.name,
+            size(spec.accelerator.memory_bytes),
+            size(spec.cpu.usable_memory_bytes),
+        )
+        for spec in specs
+    ]
+    to.print(table("", ("hardware", "device", "hosts x ranks", "rank", "memory", "usable host memory"), rows, left=4))
+    to.print("`spipe hardware NAME` shows one in full, with the source of its numbers")
+
+
+def hardware(to: Console, spec: HardwareSpec) -> None:
+    import tomli_w
+
+    to.print(Text(tomli_w.dumps(to_human_units(spec), multiline_strings=True).rstrip()), soft_wrap=True)
+
+
+def facts(to: Console, pairs: Mapping[str, Any]) -> None:
+    rows = [(key, ", ".join(value) if isinstance(value, list) else str(value)) for key, value in pairs.items()]
+    to.print(table("", ("what", "found"), rows, left=2))
+
+
+# Plans
+
+
+def plan_words(plan: Plan) -> str:
+    """The plan in a few lines."""
+    layout = plan.layout.layout()
+    used = len(layout.ranks_used)
+    offered = plan.hardware.num_ranks
+    lines = [
+        f"{plan.model.name} ({plan.model.num_total_layers} layers, {count(plan.model.num_parameters())} parameters) on "
+        f"{plan.hardware.name}: {used} of {offered} ranks, schedule {plan.schedule}, {plan.precision}",
+        f"a step: {plan.num_microbatches} microbatches of {plan.microbatch_size} x {plan.sequence} tokens = "
+        f"{plan.tokens_per_step} tokens",
+        f"forward:  {_stages('F', layout.forward)}",
+        f"backward: {_stages('B', layout.backward)}",
+    ]
+    changed = {key: value for key, value in plan.options.model_dump(exclude_defaults=True).items()}
+    if changed:
+        lines.append("options:  " + ", ".join(f"{key}={value}" for key, value in changed.items()))
+    return "\n".join(lines)
+
+
+def _stages(letter: str, stages: Sequence[Stage]) -> str:
+    if not stages:
+        return "none (the only backward stage recomputes everything)"
+    shown = [
+        f"{letter}{k} layer{'s' if len(s.layers) > 1 else ''} {_range(s)} on rank {s.rank}"
+        for k, s in enumerate(stages)
+    ]
+    if len(shown) > 12:
+        shown = [*shown[:6], f"... {len(shown) - 8} more ...", *shown[-2:]]
+    return "; ".join(shown)
+
+
+def _range(stage: Stage) -> str:
+    return str(stage.first) if len(stage.layers) == 1 else f"{stage.first}-{stage.stop - 1}"
+
+
+# Time
+
+
+def bubbles(to: Console, metrics: StepMetrics, title: str = "Idle time of the compute lanes, by cause") -> None:
+    """Every cause, per rank and together, with the sum and the idle time it has to equal."""
+    total = metrics.total()
+    ranks = [f"rank {r}" for r in range(len(metrics.busy_s))]
+    if len(ranks) > 8:
+        ranks = []
+    shown = [cause for cause in CAUSES if total[cause] > 0]
+    all_s = metrics.duration_s * len(metrics.busy_s)
+
+    def row(name: str, of_rank: Sequence[float], together: float) -> list[str]:
+        return [name, *(seconds(value) for value in of_rank[: len(ranks)]), seconds(together), percent(together, all_s)]
+
+    made = table(title, ("cause", *ranks, "all ranks", "of all time"), [])
+    for cause in shown:
+        made.add_row(*row(cause, [rank[cause] for rank in metrics.bubbles], total[cause]))
+    made.add_section()
+    sums = [math.fsum(rank.values()) for rank in metrics.bubbles]
+    made.add_row(*row("sum of causes", sums, math.fsum(total.values())))
+    idle = [metrics.duration_s - busy for busy in metrics.busy_s]
+    made.add_row(*row("step less busy time", idle, metrics.idle_s))
+    to.print(made)
+
+
+def memory(to: Console, report: MemoryReport) -> None:
+    """What the fullest rank and the fullest host hold."""
+    rank = max(range(len(report.ranks)), key=lambda r: report.rank_bytes[r])
+    host = max(range(len(report.hosts)), key=lambda h: report.host_bytes[h])
+    rows = []
+    for place, items, capacity in (
+        (f"rank {rank}", report.ranks[rank], report.rank_capacity_bytes),
+        (f"host {host}", report.hosts[host], report.host_capacity_bytes),
+    ):
+        largest = sorted((item for item in items.items() if item[1]), key=lambda item: -item[1])[:4]
+        parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in largest)
+        rows.append((place, parts, size(sum(items.values())), size(capacity)))
+    to.print(table("Memory of the fullest rank and host", ("place", "mostly", "planned", "usable"), rows, left=2))
+
+
+def timeline(program: Program, trace: Trace, window_s: tuple[float, float], width: int = 96) -> Text:
+    """A window of time as characters: for each rank its compute lane and its optimizer, a column being a slice of it.
+
+    A column shows what filled most of it: ``F`` forward, ``r`` recompute, ``B`` backward, ``=`` optimizer step, ``.``
+    nothing. Ops of all steps that lie in the window are shown.
+    """
+    begin, end = window_s
+    slice_s = (end - begin) / width or 1.0
+    rows: dict[tuple[int, bool], list[dict[str, float]]] = {}
+    for row, i in enumerate(trace.op):
+        kind = Kind(program.kind[i])
+        letter = "=" if kind is Kind.STEP else LETTERS.get(kind)
+        if letter:
+            filled = rows.setdefault((program.rank[i], kind is Kind.STEP), [{} for _ in range(width)])
+            _fill(filled, letter, (trace.start_s[row] - begin) / slice_s, (trace.end_s[row] - begin) / slice_s)
+    lines = Text()
+    for (rank, is_optimizer), filled in sorted(rows.items()):
+        lines.append(f"rank {rank} {'optimizer' if is_optimizer else 'compute':<9} ")
+        for letter, group in groupby(_majority(column) for column in filled):
+            lines.append(letter * len(list(group)), style=STYLES.get(letter, "dim"))
+        lines.append("\n")
+    lines.append(f"{'':<17}0{seconds(end - begin):>{width - 1}}\n")
+    lines.append(f"{'':<17}F forward, r recompute, B backward, = optimizer step, . idle")
+    return lines
+
+
+def _fill(filled: list[dict[str, float]], letter: str, begin: float, end: float) -> None:
+    """Add what an op from ``begin`` to ``end`` (in columns) covers of every column."""
+    for column in range(max(int(begin), 0), min(math.ceil(end), len(filled))):
+        covered = min(end, column + 1) - max(begin, column)
+        filled[column][letter] = filled[column].get(letter, 0.0) + covered
+
+
+def _majority(column: Mapping[str, float]) -> str:
+    return max(column, key=lambda letter: column[letter]) if math.fsum(column.values()) >= 0.5 else "."
+
+
+def metrics(to: Console, values: Mapping[str, float], title: str = "Predicted") -> None:
+    """Metrics of a step by name."""
+    to.print(table(title, ("metric", "value"), [(_title(key), _value(key, value)) for key, value in values.items()]))
+
+
+def _title(key: str) -> str:
+    for suffix, unit in (("_per_s", " / s"), ("_s", "")):
+        if key.endswith(suffix):
+            return key.removesuffix(suffix).replace("_", " ") + unit
+    return key.replace("_", " ")
+
+
+def _value(key: str, value: float) -> str:
+    if key.endswith("_utilisation"):
+        return percent(value, 1.0)
+    if key.endswith("_s") and not key.endswith("_per_s"):
+        return seconds(value)
+    return count(value) if value >= 1000 else _three(value)
+
+
+def notes(to: Console, lines: Sequence[str], shown: int = 6) -> None:
+    """What a prediction rests on."""
+    for line in lines[:shown]:
+        to.print(f"note: {line}")
+    if len(lines) > shown:
+        to.print(f"note: and {len(lines) - shown} more (--json lists all)")

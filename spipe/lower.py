@@ -13,6 +13,7 @@ from spipe.errors import SpipeError
 from spipe.layout import Layout
 from spipe.ops import Kind
 from spipe.options import Options
+from spipe.pause import collector_paused
 from spipe.program import Lane, Program
 from spipe.schedules import ComputeOrder
 
@@ -44,7 +45,8 @@ def lower(
     """
     if num_microbatches < 1:
         raise SpipeError(f"a step needs at least one microbatch, got {num_microbatches}")
-    return _Lowering(layout, order, num_microbatches, options or Options(), tied).program()
+    with collector_paused():
+        return _Lowering(layout, order, num_microbatches, options or Options(), tied).program()
 
 
 class _Lowering:

@@ -42,8 +42,8 @@ format: $(INSTALLED)  ## rewrite Python and C++ files in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)
 
-notebooks: $(INSTALLED)  ## execute the notebooks
-	$(BIN)/python scripts/execute_notebooks.py $(NOTEBOOKS)
+notebooks: $(INSTALLED)  ## execute the notebooks and refresh their .ipynb
+	$(BIN)/python scripts/execute_notebooks.py $(NOTEBOOK_FLAGS) $(NOTEBOOKS)
 
 wheel: $(INSTALLED)  ## build a wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .

@@ -63,6 +63,7 @@ class CostModel:
     optimizer_threads: int = 0
     ranks_per_host: int = 1
     _notes: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
+    _uncalibrated: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, plan: Plan, hardware: HardwareSpec | None = None) -> "CostModel":
@@ -83,7 +84,14 @@ class CostModel:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the costs asked for so far rest on, other than measurements."""
-        return tuple(self._notes)
+        if not self._uncalibrated:
+            return tuple(self._notes)
+        what = "any layer" if len(self._uncalibrated) == 9 else ", ".join(self._uncalibrated)
+        return (
+            f"not calibrated for {what} ({self.precision}, {self.microbatch_size} x {self.sequence} tokens) on "
+            f"{self.hardware.name}: estimated from peak rates",
+            *self._notes,
+        )
 
     @property
     def tokens(self) -> int:
@@ -129,10 +137,7 @@ class CostModel:
                 f"scaled to {self.microbatch_size} x {self.sequence}"
             )
             return near.seconds * self._roofline_s(kind, pass_name) / self._roofline_s(kind, pass_name, near) * threads
-        self._note(
-            f"not calibrated for {kind} {pass_name} ({self.precision}, {self.microbatch_size} x {self.sequence} "
-            f"tokens) on {hardware.name}: estimated from peak rates"
-        )
+        self._uncalibrated[f"{kind} {pass_name}"] = None
         return self._roofline_s(kind, pass_name) * threads
 
     def _nearest_measured(self, kind: LayerKind, pass_name: PassName) -> MeasuredLayer | None:

@@ -1,6 +1,8 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -16,8 +18,10 @@ struct Aborted : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Runs signal handlers between sleeps, so that Ctrl-C ends a wait of the main thread.
+// Runs signal handlers between sleeps, so that Ctrl-C ends a wait. Only the main thread runs them; the others never
+// ask for the interpreter while they wait.
 void check_signals() {
+    if (gettid() != getpid()) return;
     const py::gil_scoped_acquire acquire;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }

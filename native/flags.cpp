@@ -127,14 +127,14 @@ WaitResult Flags::wait(const std::vector<int64_t>& indices, const std::vector<in
         for (int spin = 0; spin < num_spins && timeout_s > 0 && !reached(); ++spin) pause_briefly();
         if (reached()) continue;
         const Waiting waiting(flag.num_waiters);
-        while (true) {
+        for (bool slept = false;; slept = true) {
             const uint32_t seen = flag.value.load();
             if (seen >= wanted) break;
             if (aborted()) return WaitResult::aborted;
+            if (slept) poll();
             const double left = remaining();
             if (left <= 0) return WaitResult::timed_out;
             futex_wait(&flag.value, seen, std::min(left, slice_s));
-            poll();
         }
     }
     return WaitResult::reached;

@@ -1,0 +1,263 @@
+"""The differences between running on CPU threads and on a CUDA device, in one place.
+
+A lane is a thread. On the CPU an op is done when its handler returns. On CUDA a GPU lane is a thread and a stream: its
+ops are *issued* by the thread, and their flag means "the event that marks the end is recorded". A lane that needs the
+op waits for the event: its stream does if it is a GPU lane, its thread if it is a CPU lane. An op that another rank
+depends on raises its flag only when it is done.
+
+Events are kept for two steps: an op of step t + 2 is issued only after everything that waits for its event of step t
+has been issued, because every op of a step depends on a VALIDATE or on slots of the step before.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from spipe import _native
+from spipe.errors import SpipeError
+from spipe.program import Program
+from spipe.runtime.region import Region, Span, bytes_of
+from spipe.runtime.store import Store
+
+cuda: Any = torch.cuda  # much of it has no types
+GPU_LANES = frozenset({"compute", "h2d", "d2h", "h2d_in", "d2h_in", "p2p", "p2p_in"})
+_REGISTER_BYTES = 16 << 30
+
+
+class Device(Protocol):
+    """What executor and handlers need of a device; every method is called in the thread of the lane it is about."""
+
+    device: torch.device
+    summary: str
+
+    def open_lane(self, lane: int) -> None:
+        """Called once at the start of a lane's thread."""
+
+    def begin(self, op: int, step: int, traced: bool) -> None:
+        """Make what follows in this lane wait for the op's dependencies (whose flags are raised)."""
+
+    def end(self, op: int, step: int, traced: bool) -> None:
+        """Mark the op's end; after this its flag may be raised."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between equal contiguous tensors, in the order of the lane."""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """The lane reads a tensor that the compute lane allocated and may drop before the read is done."""
+
+    def finish_lane(self) -> None:
+        """Wait for the lane's copies so far."""
+
+    def statistics(self, gradient: torch.Tensor, dtype: str) -> Callable[[], tuple[bool, float]]:
+        """Non-finite flag and sum of squares of a gradient on the device, to be asked for after the op is done."""
+
+    def mark_step(self, step: int, traced: bool) -> None:
+        """A VALIDATE has ended: tie the device's clock to the host's."""
+
+    def resolve_times(self, store: Store, first_step: int) -> None:
+        """Replace the times of traced ops by the device's own."""
+
+    def register(self, region: Region, span: Span) -> str | None:
+        """Page-lock a part of the region; what went wrong, if it cannot be."""
+
+    def close(self) -> None:
+        """Release what the device holds."""
+
+
+class CpuDevice:
+    """Ranks that compute on CPU threads."""
+
+    def __init__(self, compute_threads: int, pool: _native.WorkerPool | None = None) -> None:
+        self.device = torch.device("cpu")
+        self.compute_threads = compute_threads
+        self.summary = f"cpu, {compute_threads} compute thread{'s' * (compute_threads > 1)} a rank"
+
+    def open_lane(self, lane: int) -> None:
+        # Launchers export OMP_NUM_THREADS; the number is part of the plan because it changes bits.
+        torch.set_num_threads(self.compute_threads)
+
+    def begin(self, op: int, step: int, traced: bool) -> None: ...
+
+    def end(self, op: int, step: int, traced: bool) -> None: ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        _native.copy(target.data_ptr(), source.data_ptr(), bytes_of(target))
+
+    def keep(self, tensor: torch.Tensor) -> None: ...
+
+    def finish_lane(self) -> None: ...
+
+    def statistics(self, gradient: torch.Tensor, dtype: str) -> Callable[[], tuple[bool, float]]:
+        result = _native.gradient_statistics(None, gradient.data_ptr(), dtype, gradient.numel())
+        return lambda: result
+
+    def mark_step(self, step: int, traced: bool) -> None: ...
+
+    def resolve_times(self, store: Store, first_step: int) -> None: ...
+
+    def register(self, region: Region, span: Span) -> str | None:
+        return None
+
+    def close(self) -> None: ...
+
+
+class CudaDevice:
+    """Ranks that compute on a CUDA device: a stream per GPU lane."""
+
+    def __init__(self, program: Program, rank: int, index: int) -> None:
+        if not torch.cuda.is_available():
+            raise SpipeError("the plan is for device cuda, but PyTorch finds no CUDA device here")
+        if index >= torch.cuda.device_count():
+            raise SpipeError(f"rank {rank} should use CUDA device {index}, but there are {torch.cuda.device_count()}")
+        self.device = torch.device("cuda", index)
+        torch.cuda.set_device(self.device)
+        torch.zeros(1, device=self.device)  # makes the context before any thread does
+        self.summary = f"cuda:{index}, {torch.cuda.get_device_name(index)}"
+        self._streams = {
+            lane: cuda.Stream(self.device)
+            for lane in {program.lane[i] for i in program.of_rank(rank)}
+            if program.lanes[lane].name in GPU_LANES
+        }
+        self._lane_of = program.lane
+        self._events: list[dict[int, torch.cuda.Event]] = [{}, {}]
+        self._traced: dict[tuple[int, int], tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self._waits = self._find_waits(program, rank)
+        self._settled = self._find_settled(program, rank)
+        self._clock: dict[int, tuple[torch.cuda.Event, float]] = {}
+        self._registered: list[int] = []
+        self.mark_step(-1, True)
+
+    def _find_waits(self, program: Program, rank: int) -> dict[int, list[tuple[int, int]]]:
+        """Per op of this rank: (op, 0 or 1 steps back) on the rank's other GPU lanes that it depends on."""
+        waits = {}
+        for i in program.of_rank(rank):
+            before = [(d, 0) for d in program.dependencies[i]] + [(d, 1) for d in program.carried[i]]
+            waits[i] = [
+                (d, back)
+                for d, back in before
+                if program.rank[d] == rank and program.lane[d] in self._streams and program.lane[d] != program.lane[i]
+            ]
+        return waits
+
+    def _find_settled(self, program: Program, rank: int) -> set[int]:
+        """Ops on GPU lanes of this rank that an op of another rank depends on."""
+        return {
+            d
+            for i in range(len(program))
+            if program.rank[i] != rank
+            for d in (*program.dependencies[i], *program.carried[i])
+            if program.rank[d] == rank and program.lane[d] in self._streams
+        }
+
+    def open_lane(self, lane: int) -> None:
+        torch.cuda.set_device(self.device)
+        if lane in self._streams:
+            torch.cuda.set_stream(self._streams[lane])
+
+    def begin(self, op: int, step: int, traced: bool) -> None:
+        stream = self._streams.get(self._lane_of[op])
+        for dependency, back in self._waits[op]:
+            if step >= back:
+                event = self._events[(step - back) % 2][dependency]
+                if stream is None:
+                    event.synchronize()
+                else:
+                    stream.wait_event(event)
+        if stream is not None and traced:
+            pair = (
+                cuda.Event(enable_timing=True, blocking=True),
+                cuda.Event(enable_timing=True, blocking=True),
+            )
+            pair[0].record(stream)
+            self._traced[step, op] = pair
+
+    def end(self, op: int, step: int, traced: bool) -> None:
+        stream = self._streams.get(self._lane_of[op])
+        if stream is None:
+            return
+        events = self._events[step % 2]
+        if traced:
+            event = events[op] = self._traced[step, op][1]
+        else:
+            if op not in events or (step - 2, op) in self._traced:
+                events[op] = cuda.Event(blocking=True)
+            event = events[op]
+        event.record(stream)
+        if op in self._settled:
+            event.synchronize()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self.device))
+
+    def finish_lane(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def statistics(self, gradient: torch.Tensor, dtype: str) -> Callable[[], tuple[bool, float]]:
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        result = torch.empty((), dtype=torch.float64, pin_memory=True)
+        result.copy_(norm, non_blocking=True)
+
+        def ask() -> tuple[bool, float]:
+            value = float(result)
+            return not abs(value) < float("inf"), value * value
+
+        return ask
+
+    def mark_step(self, step: int, traced: bool) -> None:
+        if traced:
+            event = cuda.Event(enable_timing=True, blocking=True)
+            event.record(torch.cuda.current_stream(self.device))
+            event.synchronize()
+            self._clock[step] = event, time.monotonic()
+
+    def resolve_times(self, store: Store, first_step: int) -> None:
+        torch.cuda.synchronize(self.device)
+        for (step, op), (start, end) in self._traced.items():
+            reference, host_s = self._clock.get(step, self._clock[-1])
+            row = store.times[step - first_step, op]
+            row[0] = host_s + reference.elapsed_time(start) * 1e-3
+            row[1] = row[0] + start.elapsed_time(end) * 1e-3
+
+    def register(self, region: Region, span: Span) -> str | None:
+        runtime = cuda.cudart()
+        torch.cuda.set_device(self.device)
+        first, stop = region.pointer(span), region.pointer(span) + span.num_bytes
+        for pointer in range(first, stop, _REGISTER_BYTES):
+            code = runtime.cudaHostRegister(pointer, min(_REGISTER_BYTES, stop - pointer), 0)
+            if int(code) != 0:
+                self.close()
+                with contextlib.suppress(RuntimeError):  # the failed call must not surface in a later one
+                    torch.zeros(1, device=self.device)
+                return (
+                    f"page-locking {span.num_bytes / 2**30:.2f} GiB failed (CUDA error {int(code)}); copies go through "
+                    "pageable memory and are slower; raise the memlock limit (ulimit -l)"
+                )
+            self._registered.append(pointer)
+        return None
+
+    def close(self) -> None:
+        runtime = cuda.cudart()
+        for pointer in self._registered:
+            runtime.cudaHostUnregister(pointer)
+        self._registered.clear()
+
+
+def make_device(kind: str, program: Program, rank: int, local_rank: int, compute_threads: int) -> Device:
+    """The device of a rank. Ranks beyond the number of CUDA devices share them, round-robin."""
+    if kind == "cpu":
+        return CpuDevice(compute_threads)
+    return CudaDevice(program, rank, local_rank % max(torch.cuda.device_count(), 1))
+
+
+def peers_share_devices(num_ranks: int) -> bool:
+    """Whether some of a host's ranks have to share a CUDA device."""
+    return num_ranks > torch.cuda.device_count()
+
+
+__all__ = ["CpuDevice", "CudaDevice", "Device", "make_device", "peers_share_devices"]

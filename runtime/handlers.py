@@ -1,0 +1,291 @@
+"""What each kind of op does: one method a kind, called by the executor in the thread of the op's lane.
+
+The program says when; a handler only does. What travels between ops of one rank is kept under the name of its
+consumer: ("activation" | "stage input" | "gradient", stage number, microbatch).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+
+from spipe.ops import Kind
+from spipe.plan import Plan
+from spipe.program import Program
+from spipe.runtime import layers
+from spipe.runtime.buffers import Buffers
+from spipe.runtime.data import Corpus
+from spipe.runtime.devices import Device
+from spipe.runtime.hooks import TestHooks
+from spipe.runtime.region import DTYPES
+from spipe.runtime.settlement import Settlement
+from spipe.runtime.store import Store
+from spipe.runtime.transports import Transport
+
+Handler = Callable[[int, int], str | None]
+
+_CLASS = {
+    Kind.SEND_ACTIVATION: "activation",
+    Kind.RECV_ACTIVATION: "activation",
+    Kind.SEND_GRADIENT: "gradient",
+    Kind.RECV_GRADIENT: "gradient",
+    Kind.SEND_STAGE_INPUT: "stage input",
+    Kind.RECV_STAGE_INPUT: "stage input",
+    Kind.STORE_STAGE_INPUT: "stage input",
+    Kind.LOAD_STAGE_INPUT: "stage input",
+}
+
+
+class Handlers:
+    """The ops of one rank. Each handler takes (op number, step) and may return a note for the trace."""
+
+    def __init__(
+        self, plan: Plan, program: Program, rank: int, store: Store, device: Device, transport: Transport,
+        settlement: Settlement, corpus: Corpus, hooks: TestHooks,
+    ) -> None:  # fmt: skip
+        self.plan, self.program, self.rank, self.model = plan, program, rank, plan.model
+        self.store, self.device, self.transport, self.settlement = store, device, transport, settlement
+        self.corpus, self.hooks = corpus, hooks
+        self.buffers = Buffers(plan, program, rank, store.table, device)
+        self.rotary = layers.RotaryTable.build(
+            plan.model, plan.sequence, DTYPES[plan.precision], torch.device(device.device)
+        )
+        self.num_forward = len(program.layout.forward)
+        self.top = self.num_forward + len(program.layout.backward) - 1
+        self.same_dtype = plan.gradient_dtype == plan.precision
+        self.held: dict[tuple[str, int, int], torch.Tensor] = {}
+        self.graphs: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self.losses: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self.accumulate_into: dict[torch.Tensor, torch.Tensor] = {}
+        self.first_backward: dict[int, int] = {}
+        for i in program.of_rank(rank):
+            if program.kind[i] == Kind.BACKWARD:
+                self.first_backward.setdefault(program.stage[i], i)
+        self.kept = self._find_kept()
+        self.no_labels = torch.zeros((plan.microbatch_size, plan.sequence), dtype=torch.int64, device=device.device)
+        self.by_kind: dict[int, Handler] = {
+            Kind.FORWARD: self.forward,
+            Kind.RECOMPUTE: self.recompute,
+            Kind.BACKWARD: self.backward,
+            Kind.FREE: self.free,
+            Kind.FETCH: self.fetch,
+            Kind.OFFLOAD_GRAD: self.offload_grad,
+            Kind.LOAD_TOKENS: self.load_tokens,
+            Kind.STORE_STAGE_INPUT: self.store_stage_input,
+            Kind.LOAD_STAGE_INPUT: self.load_stage_input,
+            Kind.STEP: lambda op, step: settlement.step(program.stage[op], program.index[op], step),
+            Kind.COMMIT: lambda op, step: settlement.commit(program.stage[op], program.index[op], step),
+            Kind.VALIDATE: self.validate,
+            Kind.BARRIER: lambda op, step: settlement.meet("barrier", step),
+        }
+        for kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT, Kind.SEND_STAGE_INPUT):
+            self.by_kind[kind] = self.send
+            self.by_kind[kind + 1] = self.recv
+
+    def _find_kept(self) -> dict[int, list[tuple[int, int]]]:
+        """Per forward stage: (boundary, stage number of the backward stage whose input it is)."""
+        kept: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for k, stage in enumerate(self.program.layout.backward):
+            source = self.program.layout.stage_input(k)
+            if source.origin != "tokens":
+                kept[source.forward].append((stage.first, self.num_forward + k))
+        return kept
+
+    # Compute
+
+    def _weights(self, op: int) -> list[dict[str, torch.Tensor]]:
+        slot = self.buffers.residency_slot[self.program.weights[op]]
+        return self.buffers.leaves(slot, self.program.layers(self.program.stage[op]))
+
+    def _token_slot(self, stage: int, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = self.buffers.tokens[stage, m % self.program.options.token_slots]
+        return tokens.inputs, tokens.labels
+
+    def _run(self, op: int, x: torch.Tensor | None, keep: dict[int, list[torch.Tensor]] | None = None) -> torch.Tensor:
+        """The layers of a compute op: activations, or the loss if the head is among them; ``keep`` takes boundaries."""
+        stage, m = self.program.stage[op], self.program.index[op]
+        for layer, parameters in zip(self.program.layers(stage), self._weights(op), strict=True):
+            if keep is not None and layer in keep and x is not None:
+                keep[layer].append(x)
+            kind = self.model.layer_kind(layer)
+            if kind == "embedding":
+                x = layers.embedding(parameters, self._token_slot(stage, m)[0])
+            else:
+                assert x is not None
+                if kind == "block":
+                    x = layers.block(parameters, x, self.model, self.rotary)
+                else:
+                    # A forward stage that reaches the head does its work for nothing, as the published schedules do:
+                    # the loss that counts is the recomputed one.
+                    labels = self._token_slot(stage, m)[1] if stage == self.top else self.no_labels
+                    x = layers.head(parameters, x, labels, self.model)
+        assert x is not None
+        return x
+
+    def forward(self, op: int, step: int) -> None:
+        stage, m = self.program.stage[op], self.program.index[op]
+        first, stop = self.program.layers(stage).start, self.program.layers(stage).stop
+        x = self.held.pop(("activation", stage, m)) if first else None
+        keep: dict[int, list[torch.Tensor]] = {boundary: [] for boundary, _ in self.kept[stage]}
+        with torch.no_grad():
+            y = self._run(op, x, keep)
+            if stop in keep:
+                keep[stop].append(y)
+            for boundary, consumer in self.kept[stage]:
+                kept = keep[boundary][0]
+                # A received input lies in a slot that the next message takes over.
+                self.held["stage input", consumer, m] = kept.clone() if boundary == first else kept
+        if stage + 1 < self.num_forward:
+            self.held["activation", stage + 1, m] = y
+        if self.hooks.poison and x is not None:
+            self._poison_inbox(x)
+
+    def recompute(self, op: int, step: int) -> None:
+        stage, m = self.program.stage[op], self.program.index[op]
+        x = None
+        if self.program.layers(stage).start:
+            x = self.held.pop(("stage input", stage, m)).detach().requires_grad_()
+        with torch.enable_grad():
+            y = self._run(op, x)
+        self.graphs[stage, m] = x, y
+        if stage == self.top:
+            self.losses[step].append(y.detach())
+
+    def backward(self, op: int, step: int) -> None:
+        stage, m = self.program.stage[op], self.program.index[op]
+        x, y = self.graphs.pop((stage, m))
+        leaves = [leaf for layer in self._weights(op) for leaf in layer.values()]
+        slabs = self.buffers.gradients(self.program.slot[op], self.program.layers(stage))
+        targets = [target for layer in slabs for target in layer.values()]
+        if op == self.first_backward[stage]:
+            self.buffers.slabs[self.program.slot[op]][: self.buffers.num_elements(stage)].zero_()
+        if stage == self.top:
+            scale = self.settlement.scaling[step].loss_scale / self.program.num_microbatches
+            gradient = torch.full((), scale, dtype=y.dtype, device=y.device)
+        else:
+            gradient = self.held.pop(("gradient", stage, m))
+        self._accumulate(leaves, targets, y, gradient)
+        if x is not None:
+            assert x.grad is not None
+            self.held["gradient", stage - 1, m] = x.grad
+            if self.hooks.poison:
+                self._poison_inbox(x.detach())
+        if self.hooks.poison and stage != self.top:
+            self._poison_inbox(gradient)
+
+    def _accumulate(
+        self, leaves: list[torch.Tensor], targets: list[torch.Tensor], y: torch.Tensor, gradient: torch.Tensor
+    ) -> None:
+        """Back-propagate, adding each weight's gradient to its place in the slab."""
+        if self.same_dtype:
+            for leaf, target in zip(leaves, targets, strict=True):
+                leaf.grad = target
+            torch.autograd.backward(y, gradient)
+            for leaf in leaves:
+                leaf.grad = None
+            return
+        handles = []
+        for leaf, target in zip(leaves, targets, strict=True):
+
+            def add(leaf: torch.Tensor, target: torch.Tensor = target) -> None:
+                assert leaf.grad is not None
+                target.add_(leaf.grad)
+                leaf.grad = None
+
+            handles.append(leaf.register_post_accumulate_grad_hook(add))  # type: ignore[no-untyped-call]
+        torch.autograd.backward(y, gradient)
+        for handle in handles:
+            handle.remove()
+
+    def free(self, op: int, step: int) -> None:
+        if self.hooks.poison:
+            self.buffers.weight_slots[self.program.slot[op]].fill_(float("nan"))
+
+    # Weights and gradients
+
+    def fetch(self, op: int, step: int) -> None:
+        stage, table = self.program.stage[op], self.store.table
+        origin = table.bounds[self.program.layers(stage).start]
+        first, stop = table.span(self.program.buckets[stage][self.program.index[op]])
+        slot, shared = self.buffers.weight_slots[self.program.slot[op]], self.store.weights
+        if table.tied and stop == table.num_elements:
+            low, high = table.tied
+            self.device.copy(
+                slot[high.first - origin : high.first - origin + high.count], shared[low.first : low.first + low.count]
+            )
+            stop = table.num_weights
+        self.device.copy(slot[first - origin : stop - origin], shared[first:stop])
+
+    def offload_grad(self, op: int, step: int) -> None:
+        stage, table = self.program.stage[op], self.store.table
+        bucket = self.program.buckets[stage][self.program.index[op]]
+        origin = table.bounds[self.program.layers(stage).start]
+        first, stop = table.span(bucket)
+        slab = self.buffers.slabs[self.program.slot[op]]
+        if (step, stage - self.num_forward) in self.hooks.overflow and first == origin:
+            slab[:1].fill_(float("inf"))
+        self.device.copy(self.store.gradients[first:stop], slab[first - origin : stop - origin])
+        on_gpu = self.device.device.type != "cpu"
+        for parameter in table.of(bucket):
+            begin, end = parameter.first, parameter.first + parameter.count
+            values = slab[begin - origin : end - origin] if on_gpu else self.store.gradients[begin:end]
+            number = self.settlement.number[parameter.layer, parameter.name]
+            self.settlement.pending.append((number, self.device.statistics(values, self.plan.gradient_dtype)))
+        if self.hooks.poison:
+            slab[first - origin : stop - origin].fill_(float("nan"))
+
+    def validate(self, op: int, step: int) -> None:
+        losses = self.losses.pop(step, None)
+        if losses:
+            self.store.losses[step] = sum(float(loss) for loss in losses) / len(losses)
+        self.settlement.validate(step)
+
+    # Tokens, stage inputs, messages
+
+    def load_tokens(self, op: int, step: int) -> None:
+        stage, m = self.program.stage[op], self.program.index[op]
+        tokens = self.buffers.tokens[stage, self.program.slot[op]]
+        batch = torch.from_numpy(
+            self.corpus.batch(self.plan.seed, step, m, self.plan.microbatch_size, self.plan.sequence)
+        )
+        # The copies of this lane so far may still read the staging memory.
+        self.device.finish_lane()
+        tokens.staging[0].copy_(batch[:, :-1])
+        tokens.staging[1].copy_(batch[:, 1:])
+        self.device.copy(tokens.inputs, tokens.staging[0])
+        self.device.copy(tokens.labels, tokens.staging[1])
+
+    def store_stage_input(self, op: int, step: int) -> None:
+        stage, m = self.program.stage[op], self.program.index[op]
+        tensor = self.held.pop(("stage input", stage, m)).view(-1)
+        self.device.keep(tensor)
+        self.device.copy(self.store.boundary(self.store.layout.stage_inputs[stage, m]), tensor)
+
+    def load_stage_input(self, op: int, step: int) -> None:
+        stage, m = self.program.stage[op], self.program.index[op]
+        buffer = self._inbox(op)
+        self.device.copy(buffer.view(-1), self.store.boundary(self.store.layout.stage_inputs[stage, m]))
+        self.held["stage input", stage, m] = buffer
+
+    def send(self, op: int, step: int) -> None:
+        key = _CLASS[Kind(self.program.kind[op])], self.program.stage[op], self.program.index[op]
+        tensor = self.held.pop(key).contiguous().view(-1)
+        self.device.keep(tensor)
+        self.transport.send(op, step, tensor)
+
+    def recv(self, op: int, step: int) -> None:
+        key = _CLASS[Kind(self.program.kind[op])], self.program.stage[op], self.program.index[op]
+        buffer = self._inbox(op)
+        self.transport.recv(op, step, buffer.view(-1))
+        self.held[key] = buffer
+
+    def _inbox(self, op: int) -> torch.Tensor:
+        key = self.buffers.inbox_key(op)
+        assert key is not None
+        return self.buffers.inbox[key]
+
+    def _poison_inbox(self, tensor: torch.Tensor) -> None:
+        """Fill a receive buffer whose content was used up; other tensors are left alone."""
+        pointers = {buffer.data_ptr() for buffer in self.buffers.inbox.values()}
+        if tensor.data_ptr() in pointers:
+            tensor.fill_(float("nan"))

@@ -1,0 +1,150 @@
+"""The model's layers as plain functions over named tensors, and their initial values.
+
+Legend: b sequences of s tokens, h hidden size, a = heads·head_dim, k = kv_heads·head_dim, V vocabulary. A layer's
+parameters are a mapping with the names and shapes of ``ModelSpec.parameter_shapes``; the functions keep no state, so
+the same code runs on views into a weight slot and in a plain training loop.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spipe.errors import SpipeError
+from spipe.model import ModelSpec
+
+Parameters = Mapping[str, Tensor]
+
+INITIAL_STD = 0.02
+_BLOCK_ELEMENTS = 1 << 18
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """Cosines and sines of the rotary positions, each of shape (s, head_dim), in the dtype of the activations."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def build(cls, model: ModelSpec, sequence: int, dtype: torch.dtype, device: torch.device) -> "RotaryTable":
+        """The table for positions 0 .. ``sequence`` - 1. Raises SpipeError for a scaling that is not supported."""
+        frequencies = 1.0 / model.rope_theta ** (
+            torch.arange(0, model.head_dim, 2, dtype=torch.float64) / model.head_dim
+        )
+        if model.rope_scaling:
+            frequencies = _scaled_frequencies(model, frequencies)
+        angles = torch.arange(sequence, dtype=torch.float64)[:, None] * torch.cat((frequencies, frequencies))[None]
+        return cls(angles.cos().to(device, dtype), angles.sin().to(device, dtype))
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Turn x of shape (b, heads, s, head_dim)."""
+        first, second = x.chunk(2, dim=-1)
+        return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+
+
+def _scaled_frequencies(model: ModelSpec, frequencies: Tensor) -> Tensor:
+    """Rotary frequencies with Hugging Face's ``linear`` or ``llama3`` scaling."""
+    scaling = dict(model.rope_scaling or {})
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind not in ("linear", "llama3"):
+        raise SpipeError(f"{model.name}: rope_scaling of type {kind!r} cannot be run; supported are linear and llama3")
+    try:
+        factor = float(str(scaling["factor"]))
+        if kind == "linear":
+            return frequencies / factor
+        low, high = float(str(scaling["low_freq_factor"])), float(str(scaling["high_freq_factor"]))
+        original = float(str(scaling["original_max_position_embeddings"]))
+    except KeyError as error:
+        raise SpipeError(f"{model.name}: rope_scaling of type {kind} lacks {error}") from None
+    turns = original * frequencies / (2 * math.pi)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * frequencies / factor + smooth * frequencies
+
+
+def embedding(p: Parameters, tokens: Tensor) -> Tensor:
+    """Tokens (b, s) -> activations (b, s, h)."""
+    return F.embedding(tokens, p["weight"])
+
+
+def block(p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable) -> Tensor:
+    """One transformer block: activations (b, s, h) -> (b, s, h)."""
+    x = x + attention(p, _norm(x, p["input_layernorm.weight"], model), model, rotary)
+    y = _norm(x, p["post_attention_layernorm.weight"], model)
+    gate = F.silu(F.linear(y, p["mlp.gate_proj.weight"]))
+    return x + F.linear(gate * F.linear(y, p["mlp.up_proj.weight"]), p["mlp.down_proj.weight"])
+
+
+def attention(p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable) -> Tensor:
+    """Causal (grouped-query) attention of the normed activations x (b, s, h) -> (b, s, h)."""
+    q, k, v = (_heads(p, name, x, model) for name in ("q", "k", "v"))  # (b, heads or kv_heads, s, head_dim)
+    if model.qk_norm:
+        q = F.rms_norm(q, (model.head_dim,), p["self_attn.q_norm.weight"], model.norm_epsilon)
+        k = F.rms_norm(k, (model.head_dim,), p["self_attn.k_norm.weight"], model.norm_epsilon)
+    mixed = F.scaled_dot_product_attention(
+        rotary.apply(q),
+        rotary.apply(k),
+        v,
+        is_causal=True,
+        enable_gqa=model.num_kv_heads != model.num_heads,
+    )
+    return F.linear(mixed.transpose(1, 2).flatten(2), p["self_attn.o_proj.weight"])
+
+
+def _heads(p: Parameters, name: str, x: Tensor, model: ModelSpec) -> Tensor:
+    y = F.linear(x, p[f"self_attn.{name}_proj.weight"], p.get(f"self_attn.{name}_proj.bias"))
+    return y.view(*y.shape[:-1], -1, model.head_dim).transpose(1, 2)
+
+
+def _norm(x: Tensor, weight: Tensor, model: ModelSpec) -> Tensor:
+    return F.rms_norm(x, (model.hidden_size,), weight, model.norm_epsilon)
+
+
+def head(p: Parameters, x: Tensor, labels: Tensor, model: ModelSpec) -> Tensor:
+    """Final norm, LM head and cross entropy: activations (b, s, h), labels (b, s) -> mean loss over tokens, fp32."""
+    logits = F.linear(_norm(x, p["norm.weight"], model), p["lm_head.weight"])
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def initialize(model: ModelSpec, seed: int, layer: int, name: str, out: Tensor, num_threads: int = 1) -> None:
+    """Fill ``out`` (fp32, CPU, contiguous, the parameter's shape) with the initial value of one parameter.
+
+    A function of (seed, layer, name) alone, whatever the layout and the number of threads: norms 1, biases 0, matrices
+    normal with std 0.02, the two projections that write into the residual stream scaled by 1/sqrt(2L).
+    """
+    if name.endswith("norm.weight"):
+        out.fill_(1.0)
+    elif name.endswith(".bias"):
+        out.zero_()
+    else:
+        std = INITIAL_STD
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            std /= math.sqrt(2 * model.num_layers)
+        _fill_normal(out.view(-1).numpy(), std, f"{seed}/{layer}/{name}", num_threads)
+
+
+def _fill_normal(values: NDArray[np.float32], std: float, key: str, num_threads: int) -> None:
+    """Normal values in blocks, each with its own generator, so that threads can share the work."""
+    entropy = int.from_bytes(hashlib.sha256(key.encode()).digest()[:16], "little")
+
+    def fill(number: int) -> None:
+        part = values[number * _BLOCK_ELEMENTS : (number + 1) * _BLOCK_ELEMENTS]
+        generator = np.random.Generator(np.random.SFC64(np.random.SeedSequence([entropy, number])))
+        generator.standard_normal(out=part, dtype=np.float32)
+        part *= np.float32(std)
+
+    blocks = range(-(-len(values) // _BLOCK_ELEMENTS))
+    if num_threads == 1 or len(blocks) == 1:
+        for number in blocks:
+            fill(number)
+        return
+    with ThreadPoolExecutor(num_threads) as threads:
+        for _ in threads.map(fill, blocks):
+            pass

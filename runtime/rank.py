@@ -1,0 +1,153 @@
+"""One rank's part of a run, from rendezvous to results. The same code under every launcher."""
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from spipe import _native
+from spipe.errors import SpipeError
+from spipe.runtime.data import Corpus
+from spipe.runtime.devices import make_device, peers_share_devices
+from spipe.runtime.executor import Executor, Watchdog
+from spipe.runtime.failure import AbortedRunError, RunFailedError
+from spipe.runtime.handlers import Handlers
+from spipe.runtime.job import Job
+from spipe.runtime.region import Region
+from spipe.runtime.rendezvous import KeyValueStore
+from spipe.runtime.results import Reporter, write_results
+from spipe.runtime.settlement import MasterState, Settlement
+from spipe.runtime.store import Store
+from spipe.runtime.transports import choose_transport, make_transport
+
+Report = Callable[[dict[str, Any]], None]
+
+
+def run_rank(job: Job, rank: int, rendezvous: KeyValueStore, report: Report) -> None:
+    """Run one rank of a job on this host.
+
+    Args:
+        job: the same on every rank.
+        rank: 0 .. ``job.num_ranks`` - 1.
+        rendezvous: a key-value store shared by exactly the ranks of this job.
+        report: called on rank 0 with every row of the metrics, and with lines worth showing (key ``message``).
+
+    Raises:
+        RunFailedError: with the reason, the same on all ranks.
+    """
+    store = _open_store(job, rank, rendezvous)
+    try:
+        _run(job, rank, store, rendezvous, report)
+    except (AbortedRunError, _native.AbortedError):
+        pass
+    except Exception as error:
+        reason = str(error) if isinstance(error, SpipeError) else traceback.format_exc(limit=-3)
+        store.write_error(rank, f"rank {rank}: {reason}")
+        store.flags.abort(store.layout.abort)
+    finally:
+        store.region.close()
+    if store.flags.get(store.layout.abort):
+        raise RunFailedError(store.first_error() or "the run was aborted")
+
+
+def _open_store(job: Job, rank: int, rendezvous: KeyValueStore) -> Store:
+    """The shared region: made by rank 0, opened by the others."""
+    layout = job.store_layout()
+    if rank:
+        address = rendezvous.get("region").decode()
+        if address.startswith("error "):
+            raise RunFailedError(address.removeprefix("error "))
+        return Store(layout, Region.open(address))
+    try:
+        region = Region.create(layout.num_bytes)
+        store = Store(layout, region)
+    except Exception as error:
+        rendezvous.set("region", f"error rank 0: {error}")
+        raise RunFailedError(f"rank 0: {error}") from error
+    rendezvous.set("region", region.address())
+    return store
+
+
+def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: Report) -> None:
+    plan, program, num_ranks = job.plan, job.plan.program(), job.num_ranks
+    kind = plan.hardware.device
+    device = make_device(kind, program, rank, rank, plan.compute_threads)
+    name = choose_transport(job.transport, kind, num_ranks, kind == "cuda" and peers_share_devices(num_ranks))
+    threads = plan.optimizer_threads or max(1, _native.features()["usable_cores"] // num_ranks)
+    if rank == 0:
+        store.region.advise_huge_pages()
+    masters = MasterState(plan, rank, store)
+    masters.initialize(plan, store, threads)
+    settlement = Settlement(plan, program, rank, store, masters, threads, job.hooks)
+    pids = _exchange_pids(rank, num_ranks, rendezvous)
+    settlement.meet("phase", 0)  # every weight is in place, and all of the region has its pages
+    problem = device.register(store.region, store.layout.data_span)
+    if problem:
+        report({"message": f"rank {rank}: {problem}"})
+    transport = make_transport(name, program, rank, store, device, rendezvous, job.timeout_s)
+    corpus = Corpus.load(job.data)
+    handlers = Handlers(plan, program, rank, store, device, transport, settlement, corpus, job.hooks)
+    device.finish_lane()
+    executor = Executor(
+        program, rank, store, device, handlers, steps=job.steps, traced_from=job.traced_from, hooks=job.hooks
+    )
+    settlement.meet("phase", 1)
+    store.step_ends[0, rank] = time.monotonic()
+    reporter = Reporter(job, store, settlement, report) if rank == 0 else None
+    with Watchdog(program, rank, store, job.steps, job.timeout_s, pids):
+        try:
+            executor.run()
+        finally:
+            if reporter:
+                reporter.join()
+    device.resolve_times(store, job.traced_from)
+    if job.dump_state:
+        _dump_part(job, rank, store, masters)
+    settlement.meet("phase", 2)
+    if rank == 0:
+        about = {"device": device.summary, "transport": transport.name, "optimizer_threads": threads}
+        write_results(job, store, settlement, about)
+        if job.dump_state:
+            _merge_dump(job)
+    settlement.meet("phase", 3)
+    transport.close()
+    device.close()
+
+
+def _exchange_pids(rank: int, num_ranks: int, rendezvous: KeyValueStore) -> list[int]:
+    """Process numbers of all ranks; 0 for one whose number means nothing here (another PID namespace)."""
+    space = ""
+    with suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid")
+    rendezvous.set(f"pid{rank}", f"{os.getpid()} {space}")
+    pids = []
+    for peer in range(num_ranks):
+        pid, _, peer_space = rendezvous.get(f"pid{peer}").decode().partition(" ")
+        pids.append(int(pid) if peer_space == space else 0)
+    return pids
+
+
+def _dump_part(job: Job, rank: int, store: Store, masters: MasterState) -> None:
+    assert job.dump_state is not None
+    state = {}
+    for parameter in masters.parameters:
+        master, first_moment, second_moment = masters.of(parameter)
+        state[f"weight.{parameter.label}"] = store.weights[parameter.first :][: parameter.count].view(parameter.shape)
+        state[f"master.{parameter.label}"] = master
+        state[f"first_moment.{parameter.label}"] = first_moment
+        state[f"second_moment.{parameter.label}"] = second_moment
+    torch.save({key: value.clone() for key, value in state.items()}, f"{job.dump_state}.rank{rank}")
+
+
+def _merge_dump(job: Job) -> None:
+    assert job.dump_state is not None
+    state: dict[str, torch.Tensor] = {}
+    for rank in range(job.num_ranks):
+        part = f"{job.dump_state}.rank{rank}"
+        state |= torch.load(part)
+        os.remove(part)
+    torch.save(state, job.dump_state)

@@ -1,0 +1,145 @@
+"""What a run leaves behind: metrics while it runs, trace and summary at its end. Written by rank 0."""
+
+import json
+import os
+import platform
+import threading
+from collections import Counter
+from collections.abc import Callable
+from math import inf, isnan
+from statistics import median
+from typing import Any
+
+import torch
+
+import spipe
+from spipe import _native
+from spipe.ops import Kind
+from spipe.program import Program
+from spipe.runtime.job import Job
+from spipe.runtime.settlement import Settlement
+from spipe.runtime.store import NOTES, Store
+from spipe.trace import Trace
+
+WARM_UP_STEPS = 3
+
+
+class Reporter:
+    """Writes a row of ``metrics.jsonl`` as each step is validated, and passes it on."""
+
+    def __init__(
+        self, job: Job, store: Store, settlement: Settlement, report: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.job, self.store, self.settlement, self.report = job, store, settlement, report
+        self._thread = threading.Thread(target=self._follow, name="reporter", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until the last row is written (or the run was aborted)."""
+        self._thread.join()
+
+    def _follow(self) -> None:
+        flags, abort = self.store.flags, self.store.layout.abort
+        with open(self.job.output / "metrics.jsonl", "w", buffering=1) as file:
+            for step in range(self.job.steps):
+                try:
+                    flags.wait(self.settlement.validate_op, step + 1, inf, abort)
+                except _native.AbortedError:
+                    return
+                row = metrics_row(self.job, self.store, self.settlement, step)
+                file.write(json.dumps(row) + "\n")
+                self.report(row)
+                if row["skipped"]:
+                    self.report({"message": skipped_message(self.settlement, step)})
+
+
+def metrics_row(job: Job, store: Store, settlement: Settlement, step: int) -> dict[str, Any]:
+    """One step's metrics, as they stand in ``metrics.jsonl``; a non-finite loss or norm is null."""
+    step_s = float(store.step_ends[step + 1, 0] - store.step_ends[step, 0])
+    verdict, loss = settlement.verdicts[step], float(store.losses[step])
+    return {
+        "step": step,
+        "loss": _finite(loss),
+        "step_s": step_s,
+        "tokens_per_s": job.plan.tokens_per_step / step_s,
+        "loss_scale": settlement.scaling[step].loss_scale,
+        "skipped": verdict.overflow,
+        "gradient_norm": _finite(verdict.gradient_norm),
+    }
+
+
+def skipped_message(settlement: Settlement, step: int) -> str:
+    """The log line about a step that changed nothing."""
+    before, after = settlement.scaling[step].loss_scale, settlement.scaling[step + 1].loss_scale
+    what = f"loss scale {before:g} -> {after:g}" if before != after else f"loss scale stays {after:g}"
+    return f"step {step}: a gradient is not finite; weights and optimizer state are unchanged, {what}"
+
+
+def _finite(value: float) -> float | None:
+    return None if isnan(value) or abs(value) == inf else value
+
+
+def write_results(job: Job, store: Store, settlement: Settlement, about: dict[str, Any]) -> None:
+    """``trace.json`` and ``result.json``; the latter comes last, so a run that has one is complete."""
+    program = job.plan.program()
+    trace = measured_trace(program, store, job.traced_from)
+    trace.metadata |= {"plan": job.plan.digest(), "device": about["device"], "transport": about["transport"]}
+    trace.save(job.output / "trace.json")
+    rows = [metrics_row(job, store, settlement, step) for step in range(job.steps)]
+    times = [row["step_s"] for row in rows]
+    counted = times[WARM_UP_STEPS:] or times
+    result = {
+        "steps": job.steps,
+        "losses": [row["loss"] for row in rows],
+        "median_step_s": median(counted),
+        "median_tokens_per_s": job.plan.tokens_per_step / median(counted),
+        "measured_steps": len(counted),
+        "skipped_steps": [row["step"] for row in rows if row["skipped"]],
+        "loss_scale": settlement.scaling[job.steps].loss_scale,
+        "num_updates": settlement.scaling[job.steps].num_updates,
+        "num_ranks": job.num_ranks,
+        "ops_per_step": {Kind(kind).name: n for kind, n in sorted(Counter(program.kind).items())},
+        "traced_steps": [job.traced_from, job.steps],
+        "plan": job.plan.digest(),
+        **about,
+        "compute_threads": job.plan.compute_threads,
+        "instruction_set": _native.features()["instruction_set"],
+        "versions": {
+            "spipe": spipe.__version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+        },
+        "host": platform.node(),
+    }
+    temporary = job.output / "result.json.part"
+    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(temporary, job.output / "result.json")
+
+
+def measured_trace(program: Program, store: Store, first_step: int) -> Trace:
+    """All ranks' times on one clock. An op is ready when its last dependency ends (or when the job starts).
+
+    Both halves of a message have the same start, when both sides were there, and the same end.
+    """
+    trace = Trace.empty(program, "measured")
+    origin = float(store.step_ends[0].max())
+    previous = None
+    for offset, rows in enumerate(store.times):
+        step = first_step + offset
+        start, end = rows[:, 0].copy(), rows[:, 1].copy()
+        for i, partner in enumerate(program.partner):
+            if partner > i:
+                start[i] = start[partner] = max(start[i], start[partner])
+                end[i] = end[partner] = max(end[i], end[partner], start[i])
+        for i in range(len(program)):
+            before = [end[d] for d in program.dependencies[i]]
+            if previous is not None:
+                before += [previous[d] for d in program.carried[i]]
+            ready = min(max(before, default=min(origin, start[i])), start[i])
+            trace.add(step, i, float(ready), float(start[i]), float(end[i]), float(rows[i, 2]))
+            note = NOTES[int(rows[i, 3])]
+            if note:
+                trace.notes[step, i] = note
+        previous = end
+    return trace

@@ -1,0 +1,198 @@
+"""The optimizer's side of a step: speculative steps, the verdict of all ranks, commit or rollback, the loss scale.
+
+A bucket may step before it is known whether every gradient of the model is finite. VALIDATE gives that verdict; COMMIT
+accepts the step or undoes it to the last bit. A step whose verdict is known when it starts is final (or left out).
+After an overflow nothing has changed but the loss scale: not the weights, moments, nor the number of updates.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from spipe import _native
+from spipe.ops import Kind
+from spipe.plan import Plan
+from spipe.program import Program
+from spipe.runtime.hooks import TestHooks
+from spipe.runtime.layers import initialize
+from spipe.runtime.region import fill_bytes, private_memory
+from spipe.runtime.store import Parameter, Store
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What a step starts with: loss scale, updates done before it, good steps since the scale last changed."""
+
+    loss_scale: float
+    num_updates: int = 0
+    good_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks agree on at the end of a step; ``gradient_norm`` is NaN where it is not known."""
+
+    overflow: bool
+    gradient_norm: float
+
+
+def first_scaling(plan: Plan) -> Scaling:
+    """The loss scale is 1 unless weights are fp16."""
+    return Scaling(plan.loss_scale.initial if plan.precision == "fp16" else 1.0)
+
+
+def next_scaling(plan: Plan, scaling: Scaling, overflow: bool) -> Scaling:
+    """Halve the scale on overflow, double it after a window of good steps; fp16 only."""
+    if overflow:
+        scale = scaling.loss_scale
+        if plan.precision == "fp16":
+            scale = max(scale * 0.5, min(scale, plan.loss_scale.minimum))
+        return Scaling(scale, scaling.num_updates, 0)
+    good = scaling.good_steps + 1
+    if plan.precision == "fp16" and good >= plan.loss_scale.window:
+        return Scaling(scaling.loss_scale * 2, scaling.num_updates + 1, 0)
+    return Scaling(scaling.loss_scale, scaling.num_updates + 1, good)
+
+
+class MasterState:
+    """fp32 masters and moments of the layers whose backward this rank runs; private memory, natural order by stage."""
+
+    def __init__(self, plan: Plan, rank: int, store: Store) -> None:
+        self.stages = [stage.layers for stage in plan.layout.layout().backward if stage.rank == rank]
+        self.arrays = []
+        self._origins = []
+        for layers in self.stages:
+            first, stop = store.table.span(layers)
+            self._origins.append(first)
+            self.arrays.append([private_memory(stop - first) for _ in range(3)])
+        self.parameters = [p for layers in self.stages for p in store.table.of(layers) if store.table.owns_state(p)]
+
+    def of(self, parameter: Parameter) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Master, first and second moment, in the parameter's shape."""
+        for layers, origin, arrays in zip(self.stages, self._origins, self.arrays, strict=True):
+            if parameter.layer in layers:
+                first = parameter.first - origin
+                master, m, v = (array[first : first + parameter.count].view(parameter.shape) for array in arrays)
+                return master, m, v
+        raise KeyError(parameter.label)
+
+    def initialize(self, plan: Plan, store: Store, num_threads: int) -> None:
+        """Initial masters, and the weights rounded from them, for this rank's parameters."""
+        torch.set_num_threads(num_threads)
+        for parameter in self.parameters:
+            master = self.of(parameter)[0]
+            initialize(plan.model, plan.seed, parameter.layer, parameter.name, master, num_threads)
+            store.weights[parameter.first : parameter.first + parameter.count].copy_(master.view(-1))
+
+
+class Settlement:
+    """VALIDATE, STEP and COMMIT of one rank."""
+
+    def __init__(
+        self, plan: Plan, program: Program, rank: int, store: Store, masters: MasterState, num_threads: int,
+        hooks: TestHooks,
+    ) -> None:  # fmt: skip
+        self.plan, self.program, self.rank, self.store, self.hooks = plan, program, rank, store, hooks
+        self.pool = _native.WorkerPool(num_threads)
+        adam = plan.optimizer
+        self.optimizer = _native.Optimizer(self.pool, adam.beta1, adam.beta2, adam.epsilon)
+        self.scaling: dict[int, Scaling] = {0: first_scaling(plan)}
+        self.verdicts: dict[int, Verdict] = {}
+        self.pending: list[tuple[int, Callable[[], tuple[bool, float]]]] = []
+        """Statistics of this step's gradients, by parameter number, to be read at VALIDATE."""
+        self.cpu_seconds = 0.0
+        flat = [p for row in store.table.layers for p in row]
+        self.number = {(p.layer, p.name): n for n, p in enumerate(flat)}
+        self.validate_op = next(i for i in program.of_rank(rank) if program.kind[i] == Kind.VALIDATE)
+        self.buckets: dict[tuple[int, int], int] = {}
+        num_forward = len(program.layout.forward)
+        for k, stage in enumerate(program.layout.backward):
+            if stage.rank == rank:
+                for b, layers in enumerate(program.buckets[num_forward + k]):
+                    parameters = [self._native_parameter(p, masters) for p in masters.parameters if p.layer in layers]
+                    self.buckets[num_forward + k, b] = self.optimizer.add_bucket(parameters)
+
+    def _native_parameter(self, parameter: Parameter, masters: MasterState) -> _native.Parameter:
+        store = self.store
+        master, first_moment, second_moment = masters.of(parameter)
+        tied = store.table.tied
+        second = tied[1].first if tied and parameter == tied[0] else -1
+        return _native.Parameter(
+            gradient=store.gradients[parameter.first :].data_ptr(),
+            gradient2=store.gradients[second:].data_ptr() if second >= 0 else 0,
+            gradient_dtype=self.plan.gradient_dtype,
+            master=master.data_ptr(),
+            first_moment=first_moment.data_ptr(),
+            second_moment=second_moment.data_ptr(),
+            weight=store.weights[parameter.first :].data_ptr(),
+            weight_dtype=self.plan.precision,
+            count=parameter.count,
+            weight_decay=self.plan.optimizer.weight_decay,
+        )
+
+    def validate(self, step: int) -> None:
+        """Agree with all ranks on whether any gradient of the step is non-finite; set the next step's scaling.
+
+        Statistics alternate between two places: nobody writes a step's place again before every rank has been through
+        the VALIDATE of the step after it.
+        """
+        place = self.store.statistics[step % 2]
+        for number, ask in self.pending:
+            nonfinite, sum_of_squares = ask()
+            place[number] = float(nonfinite), sum_of_squares
+        self.pending.clear()
+        self.meet("validate", step)
+        overflow = bool(place[:, 0].any())
+        norm = math.nan
+        if self.store.table.tied is None and not overflow:
+            norm = math.sqrt(math.fsum(place[:, 1])) / self.scaling[step].loss_scale
+        self.verdicts[step] = Verdict(overflow, norm)
+        self.scaling[step + 1] = next_scaling(self.plan, self.scaling[step], overflow)
+
+    def meet(self, name: str, step: int) -> None:
+        """Wait until every rank is here, in this step."""
+        first, num_ranks = self.store.layout.arrivals[name], self.store.layout.num_ranks
+        flags = self.store.flags
+        flags.set(first + self.rank, step + 1)
+        everyone = list(range(first, first + num_ranks))
+        flags.wait_many(everyone, [step + 1] * num_ranks, math.inf, self.store.layout.abort)
+
+    def step(self, stage: int, bucket: int, step: int) -> str:
+        """Step a bucket; returns what came of it: ``bypass`` if the step was known to be skipped."""
+        known = self.store.flags.get(self.validate_op) > step
+        if known and self.verdicts[step].overflow:
+            return "bypass"
+        number, scaling = self.buckets[stage, bucket], self.scaling[step]
+        self.optimizer.submit(
+            number,
+            step=scaling.num_updates + 1,
+            learning_rate=self.plan.optimizer.learning_rate,
+            gradient_scale=1.0 / scaling.loss_scale,
+            speculative=not known,
+        )
+        self.cpu_seconds = self.optimizer.join(number).cpu_seconds
+        return ""
+
+    def commit(self, stage: int, bucket: int, step: int) -> str:
+        """Accept or undo a bucket's step; returns ``rollback`` if it was undone."""
+        number = self.buckets[stage, bucket]
+        note = ""
+        if self.optimizer.state(number) == "stepped":
+            if self.verdicts[step].overflow:
+                self.optimizer.rollback(number)
+                note = "rollback"
+            else:
+                self.optimizer.commit(number)
+        if self.hooks.poison:
+            self._poison_gradients(stage, bucket)
+        return note
+
+    def _poison_gradients(self, stage: int, bucket: int) -> None:
+        tied = self.store.table.tied
+        for parameter in self.store.table.of(self.program.buckets[stage][bucket]):
+            if not tied or parameter != tied[1]:
+                fill_bytes(self.store.gradients[parameter.first : parameter.first + parameter.count], 0xFF)
+            if tied and parameter == tied[0]:
+                fill_bytes(self.store.gradients[tied[1].first : tied[1].first + tied[1].count], 0xFF)

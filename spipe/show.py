@@ -25,9 +25,10 @@ LETTERS = {Kind.FORWARD: "F", Kind.RECOMPUTE: "r", Kind.BACKWARD: "B"}
 STYLES = {"F": "cyan", "r": "blue", "B": "green", "=": "magenta", "^": "yellow"}
 
 
-def console() -> Console:
-    """A console on stdout; where there is no terminal, lines are as long as they need to be up to 120 characters."""
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
+def console(*, stderr: bool = False) -> Console:
+    """A console on stdout or stderr; where that is no terminal, lines have up to 120 characters."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else 120, highlight=False, markup=False)
 
 
 # Quantities
@@ -138,7 +139,7 @@ def plan_words(plan: Plan) -> str:
         f"forward:  {_stages('F', layout.forward)}",
         f"backward: {_stages('B', layout.backward)}",
     ]
-    changed = {key: value for key, value in plan.options.model_dump(exclude_defaults=True).items()}
+    changed = plan.options.model_dump(exclude_defaults=True)
     if changed:
         lines.append("options:  " + ", ".join(f"{key}={value}" for key, value in changed.items()))
     return "\n".join(lines)
@@ -158,6 +159,28 @@ def _stages(letter: str, stages: Sequence[Stage]) -> str:
 
 def _range(stage: Stage) -> str:
     return str(stage.first) if len(stage.layers) == 1 else f"{stage.first}-{stage.stop - 1}"
+
+
+def candidates(to: Console, rows: Sequence[Mapping[str, Any]], shown: int = 8) -> None:
+    """The fastest plans that a search simulated."""
+    made = table(
+        f"The fastest of {len(rows)} plans simulated",
+        ("schedule", "options", "ranks", "F", "B", "microbatches", "step", "tokens / s"),
+        [
+            (
+                row["schedule"],
+                ", ".join(f"{key}={value}" for key, value in row["options"].items()),
+                *(str(row[key]) for key in ("num_ranks", "forward_stages", "backward_stages")),
+                f"{row['num_microbatches']} x {row['microbatch_size']}",
+                seconds(row["step_s"]),
+                count(row["tokens_per_s"]),
+            )
+            for row in rows[:shown]
+        ],
+        left=2,
+    )
+    to.print(made)
+    to.print("F, B: forward and backward stages per rank; microbatches: number x sequences each")
 
 
 # Time
@@ -204,8 +227,8 @@ def memory(to: Console, report: MemoryReport) -> None:
 def timeline(program: Program, trace: Trace, window_s: tuple[float, float], width: int = 96) -> Text:
     """A window of time as characters: for each rank its compute lane and its optimizer, a column being a slice of it.
 
-    A column shows what filled most of it: ``F`` forward, ``r`` recompute, ``B`` backward, ``=`` optimizer step, ``.``
-    nothing. Ops of all steps that lie in the window are shown.
+    A column shows what filled most of it: ``F`` forward, ``r`` recompute, ``B`` backward, ``.`` nothing; optimizer
+    steps (``=``) are short and show wherever there is one. Ops of all steps that lie in the window are shown.
     """
     begin, end = window_s
     slice_s = (end - begin) / width or 1.0
@@ -219,7 +242,8 @@ def timeline(program: Program, trace: Trace, window_s: tuple[float, float], widt
     lines = Text()
     for (rank, is_optimizer), filled in sorted(rows.items()):
         lines.append(f"rank {rank} {'optimizer' if is_optimizer else 'compute':<9} ")
-        for letter, group in groupby(_majority(column) for column in filled):
+        least = 0.0 if is_optimizer else 0.5
+        for letter, group in groupby(_most(column, least) for column in filled):
             lines.append(letter * len(list(group)), style=STYLES.get(letter, "dim"))
         lines.append("\n")
     lines.append(f"{'':<17}0{seconds(end - begin):>{width - 1}}\n")
@@ -234,8 +258,8 @@ def _fill(filled: list[dict[str, float]], letter: str, begin: float, end: float)
         filled[column][letter] = filled[column].get(letter, 0.0) + covered
 
 
-def _majority(column: Mapping[str, float]) -> str:
-    return max(column, key=lambda letter: column[letter]) if math.fsum(column.values()) >= 0.5 else "."
+def _most(column: Mapping[str, float], least: float) -> str:
+    return max(column, key=lambda letter: column[letter]) if math.fsum(column.values()) > least else "."
 
 
 def metrics(to: Console, values: Mapping[str, float], title: str = "Predicted") -> None:
@@ -264,3 +288,44 @@ def notes(to: Console, lines: Sequence[str], shown: int = 6) -> None:
         to.print(f"note: {line}")
     if len(lines) > shown:
         to.print(f"note: and {len(lines) - shown} more (--json lists all)")
+
+
+# Runs
+
+
+def error(predicted_s: float, measured_s: float) -> str:
+    """How far a prediction is off, in per cent of what was measured."""
+    return f"{100 * (predicted_s / measured_s - 1):+.1f} %"
+
+
+def run(to: Console, summary: Mapping[str, Any], predicted_s: float | None) -> None:
+    """What a run came to."""
+    losses = ["not finite" if loss is None else f"{loss:.4f}" for loss in summary["losses"]]
+    rows = [
+        ("steps", str(summary["steps"])),
+        ("loss", f"{losses[0]} -> {losses[-1]}"),
+        ("step (median)", seconds(summary["median_step_s"])),
+        ("tokens / s", count(summary["median_tokens_per_s"])),
+    ]
+    if predicted_s is not None:
+        rows.append(("step (predicted)", f"{seconds(predicted_s)} ({error(predicted_s, summary['median_step_s'])})"))
+    if summary["skipped_steps"]:
+        rows.append(("skipped steps", ", ".join(map(str, summary["skipped_steps"]))))
+    to.print(table("", ("run", "value"), rows))
+
+
+def judged(to: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Plans that were predicted first and run then."""
+    made = [
+        (
+            row["plan"],
+            seconds(row["predicted_before_s"]),
+            error(row["predicted_before_s"], row["measured_s"]),
+            seconds(row["predicted_after_s"]),
+            error(row["predicted_after_s"], row["measured_s"]),
+            seconds(row["measured_s"]),
+        )
+        for row in rows
+    ]
+    columns = ("plan", "before calibration", "error", "after calibration", "error", "measured")
+    to.print(table("Step time: predicted, then measured", columns, made))

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,24 @@ PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json made
 HardwareOverride = Annotated[
     str | None, typer.Option("--hardware", metavar="H", help="Name or file to use instead of the plan's hardware.")
 ]
+
+
+def whole_number(minimum: int) -> Callable[[object], int]:
+    """A parser of option values that names the value and what is allowed."""
+
+    def parse(text: object) -> int:
+        try:
+            number = int(str(text))
+        except ValueError:
+            number = minimum - 1
+        if number < minimum:
+            raise typer.BadParameter(f"{text} is not a whole number of at least {minimum}")
+        return number
+
+    return parse
+
+
+Count = whole_number(1)
 
 
 def progress(message: str) -> None:
@@ -55,16 +74,37 @@ class Output:
 
     def show(self, data: Mapping[str, Any], render: Callable[["Console"], None]) -> None:
         """Write ``data`` where JSON is wanted, and render tables unless stdout is taken."""
-        if self.file is not None or self.to_stdout:
-            text = json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
-            if self.to_stdout:
-                sys.stdout.write(text)
-                return
-            assert self.file is not None
-            self.file.write_text(text)
-        from spipe.show import console
+        self.write(data)
+        if not self.to_stdout:
+            from spipe.show import console
 
-        render(console())
+            render(console())
+
+    def write(self, data: Mapping[str, Any]) -> None:
+        """Write ``data`` where JSON is wanted."""
+        text = json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
+        if self.to_stdout:
+            sys.stdout.write(text)
+        elif self.file is not None:
+            self.file.write_text(text)
+
+
+def step_log(
+    steps: int, say: Callable[[str], None] = progress, every_s: float = 2.0
+) -> Callable[[dict[str, Any]], None]:
+    """Reports a run: the first step, then one every ``every_s`` seconds, the last, and every message."""
+    last_s = -math.inf
+
+    def log(row: dict[str, Any]) -> None:
+        nonlocal last_s
+        if "message" in row:
+            say(row["message"])
+        elif time.monotonic() - last_s >= every_s or row["step"] == steps - 1:
+            last_s = time.monotonic()
+            loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+            say(f"step {row['step'] + 1} of {steps}: loss {loss}, {row['step_s']:.4g} s")
+
+    return log
 
 
 def finite(value: Any) -> Any:

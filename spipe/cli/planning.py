@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spipe.cli.common import (
+    Count,
     Force,
     HardwareOverride,
     JsonFile,
@@ -16,13 +17,133 @@ from spipe.cli.common import (
     new_file,
     parse_options,
     progress,
+    whole_number,
 )
 from spipe.errors import unknown
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from spipe.sim import Simulation
+    from spipe.sim import SearchResult, Simulation
+    from spipe.sim.search import Progress
+
+
+def search(
+    model: Annotated[str, typer.Option("--model", metavar="M", help="Name, config.json, its folder, or .toml file.")],
+    hardware: Annotated[str, typer.Option("--hardware", metavar="H", help="Name or .toml file.")],
+    global_batch: Annotated[
+        int, typer.Option("--global-batch", parser=Count, metavar="N", help="Sequences per training step.")
+    ],
+    sequence: Annotated[
+        int, typer.Option("--sequence", "--seq", parser=Count, metavar="N", help="Tokens per sequence.")
+    ],
+    plan: Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN", help="Write the plan here.")] = None,
+    schedule: Annotated[list[str] | None, typer.Option(help="Only this schedule; may be repeated.")] = None,
+    ranks: Annotated[int | None, typer.Option(parser=Count, metavar="N", help="Use exactly so many ranks.")] = None,
+    forward_stages: Annotated[
+        int | None, typer.Option(parser=Count, metavar="N", help="Forward stages per rank.")
+    ] = None,
+    backward_stages: Annotated[
+        int | None, typer.Option(parser=Count, metavar="N", help="Backward stages per rank.")
+    ] = None,
+    microbatch_size: Annotated[
+        int | None, typer.Option(parser=Count, metavar="N", help="Sequences per microbatch.")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default by hardware.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Fix an option of the plan; may be repeated.")
+    ] = None,
+    seed: Annotated[int, typer.Option(parser=whole_number(0), metavar="N", help="Seed of weights and data order.")] = 0,
+    learning_rate: Annotated[float | None, typer.Option(help="Of AdamW.")] = None,
+    json_file: JsonFile = None,
+    force: Force = False,
+) -> None:
+    """Search the fastest plan that fits.
+
+    \b
+    Examples:
+      spipe search --model tiny --hardware laptop --global-batch 16 --sequence 128 -o plan.json
+      spipe search --model 10b --hardware v100x4 --global-batch 16 --sequence 1024 --schedule spipe --schedule mobius
+      spipe search --model llama3-8b --hardware rtx4090x8 --global-batch 64 --sequence 4096 \\
+          --microbatch-size 1 --option stage_input_route=host --json -
+    """
+    from spipe.hardware import load_hardware
+    from spipe.model import load_model
+    from spipe.options import Options
+    from spipe.plan import ELEMENT_BYTES, AdamW
+    from spipe.schedules import get_schedule
+
+    output = Output(json_file, force)
+    new_file(plan, force)
+    for name in schedule or ():
+        get_schedule(name)
+    if precision is not None and precision not in ELEMENT_BYTES:
+        raise unknown("precision", precision, ELEMENT_BYTES)
+    options = parse_options(option or [])
+    Options(**options)
+    fields = {} if learning_rate is None else {"optimizer": AdamW(learning_rate=learning_rate)}
+    chosen_model, chosen_hardware = load_model(model), load_hardware(hardware)
+
+    from spipe import sim
+
+    result = sim.search(
+        chosen_model,
+        chosen_hardware,
+        global_batch=global_batch,
+        sequence=sequence,
+        schedules=schedule or None,
+        num_ranks=ranks,
+        forward_stages=forward_stages,
+        backward_stages=backward_stages,
+        microbatch_size=microbatch_size,
+        precision=precision,
+        progress=search_progress(),
+        options=options,
+        seed=seed,
+        **fields,
+    )
+    if plan is not None:
+        result.plan.save(plan)
+        progress(f"wrote {plan}")
+    output.show(search_data(result), lambda console: show_search(console, result))
+
+
+def search_progress() -> "Progress":
+    """Reports a search on stderr: on a terminal in one line that changes, elsewhere not at all."""
+    import sys
+
+    def report(done: int, total: int, best_s: float | None) -> None:
+        if sys.stderr.isatty():
+            best = "" if best_s is None else f", best {best_s:.4g} s"
+            end = "\n" if done == total else ""
+            print(f"\r{done} of {total} candidates{best}   ", end=end, file=sys.stderr, flush=True)
+
+    return report
+
+
+def search_data(result: "SearchResult") -> dict[str, Any]:
+    """What ``--json`` holds of a search."""
+    return {
+        "plan": result.plan.model_dump(mode="json"),
+        **simulation_data(result.simulation),
+        "candidates": result.candidates,
+        "rejected": result.rejected,
+        "notes": list(result.notes),
+    }
+
+
+def show_search(console: "Console", result: "SearchResult") -> None:
+    """A search as tables."""
+    from spipe import show
+
+    show.candidates(console, result.candidates)
+    if result.rejected:
+        console.print(f"{len(result.rejected)} more do not fit or cannot be laid out (--json lists them)\n")
+    console.print(show.plan_words(result.plan), soft_wrap=True)
+    show.metrics(console, result.simulation.predicted())
+    show.bubbles(console, result.simulation.bubbles)
+    show.memory(console, result.simulation.memory)
+    show.notes(console, result.notes)
 
 
 def simulate(
@@ -31,7 +152,9 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="T", help="Write the simulated steps for Perfetto.")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps in a row; the last one counts.")] = 3,
+    steps: Annotated[
+        int, typer.Option("--steps", parser=Count, metavar="N", help="Steps in a row; the last one counts.")
+    ] = 3,
     contention: Annotated[
         bool, typer.Option("--contention/--no-contention", help="Whether transfers and CPU work share what they use.")
     ] = True,
@@ -91,4 +214,4 @@ def show_simulation(console: "Console", simulation: "Simulation") -> None:
     show.notes(console, simulation.notes)
 
 
-COMMANDS = (simulate,)
+COMMANDS = (search, simulate)

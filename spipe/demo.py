@@ -1,0 +1,232 @@
+"""The demo: search, train, calibrate, predict other plans, run them, and hold the runs against the predictions.
+
+Runs on two CPU ranks, one thread each. Predictions of the plans to be judged are on disk before those plans run.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spipe.cli.common import step_log
+from spipe.errors import SpipeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from spipe.hardware import HardwareSpec
+    from spipe.plan import Plan
+    from spipe.sim import Calibration, Simulation
+
+MODEL, HARDWARE, NUM_RANKS, SEQUENCE = "tiny", "laptop", 2, 128
+GLOBAL_BATCH = 16
+TRAINING_STEPS = 80
+JUDGED_STEPS = 24
+"""Three of warm-up and more than twenty whose median counts."""
+TRACE_STEPS = 20
+LEARNING_RATE = 2e-3
+# Other plans than the searched one, in schedule, cuts and number of microbatches:
+# name -> (schedule, forward stages per rank, backward stages per rank, microbatch size, global batch).
+OTHERS: dict[str, tuple[str, int, int, int, int]] = {
+    "mobius-2-2": ("mobius", 2, 2, 4, 32),
+    "1f1b-1-1": ("1f1b", 1, 1, 4, 24),
+    "spipe-1-3": ("spipe", 1, 3, 2, 12),
+}
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One of the other plans: what was predicted for its step, and what a run of it took (seconds)."""
+
+    plan: str
+    predicted_before_s: float
+    predicted_after_s: float
+    measured_s: float
+
+
+def new_folder(given: Path | None) -> Path:
+    """The folder of this demo, which must not exist; by default the first free one of demo-1, demo-2, ..."""
+    if given is None:
+        number = 1
+        while Path(f"demo-{number}").exists():
+            number += 1
+        given = Path(f"demo-{number}")
+    try:
+        given.mkdir(parents=True)
+    except FileExistsError:
+        raise SpipeError(f"{given} exists; every demo makes a folder of its own: give another name") from None
+    except OSError as error:
+        raise SpipeError(f"{given}: cannot make the folder ({error.strerror})") from None
+    return given
+
+
+def run(folder: Path | None, to: "Console", say: Say) -> dict[str, Any]:
+    """Run the demo.
+
+    Args:
+        folder: a new folder for everything it makes; None for demo-<number>.
+        to: where the story and its tables go.
+        say: for progress.
+
+    Returns:
+        What ``--json`` holds: first and last loss, idle time by cause of a simulated step, and the judged plans.
+    """
+    from spipe.hardware import load_hardware
+
+    begin = time.monotonic()
+    folder = new_folder(folder)
+    hardware = load_hardware(HARDWARE)
+    with _ranks() as processes:
+        simulation = search(hardware, folder, to)
+        losses, measured_s = train(simulation, folder, processes, to, say)
+        calibration = calibrate(simulation.plan, folder, hardware, to)
+        calibrated_s = _predict(simulation.plan, calibration.hardware)
+        judged = judge(hardware, calibration.hardware, folder, processes, to, say)
+    result = {
+        "folder": str(folder),
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "bubbles": simulation.bubbles.total(),
+        "idle_s": simulation.bubbles.idle_s,
+        "predicted_before_s": simulation.step_s,
+        "predicted_after_s": calibrated_s,
+        "measured_s": measured_s,
+        "judged": [asdict(each) for each in judged],
+        "elapsed_s": time.monotonic() - begin,
+    }
+    (folder / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
+    to.print(f"\nEverything is in {folder}/; traces open at ui.perfetto.dev. {result['elapsed_s']:.0f} s in all.")
+    return result
+
+
+def search(hardware: "HardwareSpec", folder: Path, to: "Console") -> "Simulation":
+    """Find a plan and show what its simulation says."""
+    from spipe import show, sim
+    from spipe.model import load_model
+    from spipe.plan import AdamW
+
+    _head(to, "1", f"Search a plan for {MODEL} on {NUM_RANKS} ranks of {HARDWARE}")
+    found = sim.search(
+        load_model(MODEL),
+        hardware,
+        global_batch=GLOBAL_BATCH,
+        sequence=SEQUENCE,
+        num_ranks=NUM_RANKS,
+        optimizer=AdamW(learning_rate=LEARNING_RATE),
+    )
+    found.plan.save(folder / "plan.json")
+    simulation = found.simulation
+    simulation.trace.save(folder / "simulated.json")
+    to.print(f"{len(found.candidates)} plans simulated; the fastest:\n")
+    to.print(show.plan_words(found.plan), soft_wrap=True)
+    to.print("\nA simulated step:\n")
+    to.print(show.timeline(simulation.program, simulation.trace, simulation.bubbles.window_s), soft_wrap=True)
+    to.print()
+    show.bubbles(to, simulation.bubbles)
+    return simulation
+
+
+def train(simulation: "Simulation", folder: Path, processes: Any, to: "Console", say: Say) -> tuple[list[float], float]:
+    """Train the plan; its losses and the median of its step times (seconds)."""
+    from spipe import show
+
+    _head(to, "2", f"Train it for {TRAINING_STEPS} steps on the text of Python's documentation")
+    done = _train(simulation.plan, folder / "run", TRAINING_STEPS, processes, say)
+    losses = [loss for loss in done.losses if loss is not None]
+    to.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {show.count(done.tokens_per_s)} tokens / s")
+    to.print(
+        f"step: predicted {show.seconds(simulation.step_s)} from assumed numbers, measured "
+        f"{show.seconds(done.median_step_s)} ({show.error(simulation.step_s, done.median_step_s)})"
+    )
+    return losses, done.median_step_s
+
+
+def calibrate(plan: "Plan", folder: Path, hardware: "HardwareSpec", to: "Console") -> "Calibration":
+    """Improve the hardware description with that one run."""
+    from spipe import show, sim
+    from spipe.trace import Trace
+
+    _head(to, "3", "Calibrate the hardware description with that run")
+    calibration = sim.calibrate([(plan, Trace.load(folder / "run" / "trace.json"))], hardware)
+    calibration.hardware.save(folder / "hardware.toml")
+    show.calibration(to, calibration)
+    return calibration
+
+
+def judge(
+    before: "HardwareSpec", after: "HardwareSpec", folder: Path, processes: Any, to: "Console", say: Say
+) -> list[Judged]:
+    """Predict other plans before and after calibration, write that down, then run them."""
+    from spipe import show
+
+    _head(to, "4", "Predict three other plans, then run them")
+    plans = other_plans(before)
+    predicted = {name: (_predict(plan, before), _predict(plan, after)) for name, plan in plans.items()}
+    for name, plan in plans.items():
+        plan.save(folder / f"{name}.json")
+        to.print(show.plan_words(plan), soft_wrap=True)
+        to.print()
+    rows = {name: {"predicted_before_s": old, "predicted_after_s": new} for name, (old, new) in predicted.items()}
+    (folder / "predictions.json").write_text(json.dumps(rows, indent=1) + "\n")
+    judged = []
+    for name, plan in plans.items():
+        say(f"running {name}")
+        done = _train(plan, folder / f"run-{name}", JUDGED_STEPS, processes, say)
+        judged.append(Judged(name, *predicted[name], done.median_step_s))
+    show.judged(to, [asdict(each) for each in judged])
+    return judged
+
+
+def other_plans(hardware: "HardwareSpec") -> "dict[str, Plan]":
+    """The plans to be judged, by name."""
+    from spipe.model import load_model
+    from spipe.plan import AdamW, make_plan
+
+    return {
+        name: make_plan(
+            load_model(MODEL),
+            hardware,
+            schedule=schedule,
+            num_ranks=NUM_RANKS,
+            forward_stages=forward,
+            backward_stages=backward,
+            microbatch_size=microbatch,
+            global_batch=batch,
+            sequence=SEQUENCE,
+            precision="fp32",
+            optimizer=AdamW(learning_rate=LEARNING_RATE),
+        )
+        for name, (schedule, forward, backward, microbatch, batch) in OTHERS.items()
+    }
+
+
+def _predict(plan: "Plan", hardware: "HardwareSpec") -> float:
+    from spipe import sim
+
+    return sim.simulate(plan, hardware=hardware).step_s
+
+
+def _train(plan: "Plan", output: Path, steps: int, processes: Any, say: Say) -> Any:
+    from spipe import runtime
+
+    return runtime.run(
+        plan, steps=steps, output=output, trace_steps=TRACE_STEPS, ranks=processes, log=step_log(steps, say)
+    )
+
+
+@contextmanager
+def _ranks() -> Iterator[Any]:
+    """Rank processes, started once for all runs."""
+    from spipe import runtime
+
+    with runtime.RankProcesses(NUM_RANKS) as processes:
+        yield processes
+
+
+def _head(to: "Console", number: str, title: str) -> None:
+    to.print(f"\n{number}. {title}\n", style="bold")

@@ -1,0 +1,129 @@
+"""What commands print and write."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spipe.metrics import CAUSES
+from spipe.model import MODELS
+from spipe.plan import Plan
+from spipe.trace import Trace
+
+from .conftest import Command
+
+
+def spipe(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "spipe", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+
+
+def test_help_is_fast() -> None:
+    begin = time.perf_counter()
+    done = spipe("--help")
+    elapsed_s = time.perf_counter() - begin
+    assert done.returncode == 0
+    assert elapsed_s < 2.0  # about 0.15 s on an idle machine; the bound is for busy ones
+
+
+@pytest.mark.parametrize(
+    "name", ["models", "hardware", "doctor", "search", "simulate", "run", "calibrate", "compare", "demo"]
+)
+def test_every_command_has_help_with_examples(command: Command, name: str) -> None:
+    result = command(name, "--help")
+    assert result.code == 0
+    assert "Example" in result.out
+    assert f"  spipe {name}" in result.out
+
+
+def test_search_then_simulate_then_trace(command: Command, tmp_path: Path) -> None:
+    plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"
+    searched = command(
+        *("search", "--model", "tiny", "--hardware", "laptop", "--global-batch", 4, "--sequence", 32),
+        *("--ranks", 2, "--microbatch-size", 1, "-o", plan, "--json", "-"),
+    )
+    assert searched.code == 0
+    found = json.loads(searched.out)
+    assert found["plan"] == json.loads(plan.read_text())
+    assert found["candidates"][0]["step_s"] == found["predicted"]["step_s"] == Plan.load(plan).predicted["step_s"]
+
+    simulated = command("simulate", plan, "--trace", trace, "--json", "-")
+    assert simulated.code == 0
+    result = json.loads(simulated.out)
+    assert result["predicted"] == found["predicted"]
+    assert set(result["bubbles"]) == set(CAUSES)
+    assert sum(result["bubbles"].values()) == pytest.approx(result["idle_s"], rel=1e-9)
+    assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} == {"M", "X"}
+    Trace.load(trace).check_matches(Plan.load(plan).program(), str(trace))
+
+
+def test_the_same_search_gives_the_same_bytes(command: Command, tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        command(
+            *("search", "--model", "tiny", "--hardware", "laptop", "--global-batch", 4, "--sequence", 32),
+            *("--ranks", 2, "--microbatch-size", 1, "--schedule", "mobius", "-o", tmp_path / name),
+        )
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_tables_of_a_simulation(command: Command, plan_file: Path) -> None:
+    result = command("simulate", plan_file)
+    assert result.code == 0
+    for text in ("rank 0 compute", "sum of causes", "step less busy time", "tokens / s", "Memory of the fullest"):
+        assert text in result.out
+    assert result.err == ""
+
+
+@pytest.mark.parametrize("arguments", [["models"], ["models", "tiny"], ["hardware"], ["hardware", "ideal"], ["doctor"]])
+def test_json_stands_alone_on_stdout(command: Command, arguments: list[str]) -> None:
+    result = command(*arguments, "--json", "-")
+    assert result.code == 0
+    json.loads(result.out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def test_json_beside_tables_in_a_file(command: Command, tmp_path: Path) -> None:
+    file = tmp_path / "models.json"
+    assert "llama3-8b" in command("models", "--json", file).out
+    listed = json.loads(file.read_text())["models"]
+    assert [model["name"] for model in listed] == list(MODELS)
+    file.write_text("old")
+    assert command("models", "--json", file, "--force").code == 0
+    assert json.loads(file.read_text())["models"] == listed
+
+
+def test_a_terminal_without_colour_and_unicode(plan_file: Path) -> None:
+    done = spipe("simulate", plan_file, PYTHONIOENCODING="ascii", TERM="dumb", NO_COLOR="1")
+    assert done.returncode == 0
+    assert done.stdout.isascii()
+    assert "\x1b" not in done.stdout
+    assert "sum of causes" in done.stdout
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spipe", "models", "--json", "-"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert b"Traceback" not in process.stderr.read()
+    process.stderr.close()
+    process.wait()
+
+
+def test_interrupt_ends_with_130() -> None:
+    search = ["search", "--model", "110b", "--hardware", "rtx4090-cluster", "--global-batch", "256"]
+    arguments = [*search, "--sequence", "2048", "--json", "-"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spipe", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err

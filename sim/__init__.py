@@ -6,6 +6,7 @@ This folder is linked into the package as ``spipe.sim`` and is never imported by
 if __name__ != "spipe.sim":
     raise ImportError("import this package as spipe.sim, not as a top-level package named sim")
 
+from spipe.sim.search import SearchResult, search
 from spipe.sim.simulation import Simulation, simulate
 
-__all__ = ["Simulation", "simulate"]
+__all__ = ["SearchResult", "Simulation", "search", "simulate"]

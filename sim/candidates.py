@@ -151,18 +151,18 @@ def lower_bound_s(costs: CostModel, layout: Layout, num_microbatches: int) -> fl
     for the last. Gradient copies, the optimizer and, on device ``cpu``, the cores of a host are bounds, too.
     """
     hardware = costs.hardware
-    issue = 0.0 if hardware.device == "cpu" else hardware.accelerator.launch_overhead_s
 
     def seconds(layers: range, kind: Kind, name: PassName) -> float:
-        return max(costs.stage_s(layers, name) + costs.overhead_s(kind), issue)
+        return costs.stage_s(layers, name) + costs.overhead_s(kind)
 
-    busy, offloaded, stepped, lead, tail = ([0.0] * layout.num_ranks for _ in range(5))
+    busy, num_ops, offloaded, stepped, lead, tail = ([0.0] * layout.num_ranks for _ in range(6))
     below = 0.0
     for stage in layout.forward:
         if not busy[stage.rank]:
             lead[stage.rank] = below
         forward = seconds(stage.layers, Kind.FORWARD, "forward")
         busy[stage.rank] += num_microbatches * forward
+        num_ops[stage.rank] += num_microbatches
         below += forward
     below = 0.0
     for stage in layout.backward:
@@ -171,9 +171,13 @@ def lower_bound_s(costs: CostModel, layout: Layout, num_microbatches: int) -> fl
         backward = seconds(stage.layers, Kind.BACKWARD, "backward")
         recompute = seconds(stage.layers, Kind.RECOMPUTE, "recompute")
         busy[stage.rank] += num_microbatches * (recompute + backward)
+        num_ops[stage.rank] += 2 * num_microbatches
         below += backward
         offloaded[stage.rank] += costs.num_parameters(stage.layers) * costs.gradient_element_bytes
         stepped[stage.rank] += costs.num_stepped_parameters(stage.layers) / costs.adam_rate
+    if hardware.device != "cpu":
+        issue = hardware.accelerator.launch_overhead_s
+        busy = [max(total, (count - 1) * issue) for total, count in zip(busy, num_ops, strict=True)]
     bounds = [sum(parts) for parts in zip(busy, lead, tail, strict=True)] + stepped
     hosts: dict[int, float] = {}
     for rank in range(layout.num_ranks):

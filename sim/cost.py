@@ -331,13 +331,18 @@ class _Pricing:
         It holds its routes for its latency, too; a copy that is mostly latency is not worth sharing a link for.
         """
         num_bytes = math.fsum(size for _, size in parts)
-        bandwidth_s = math.fsum(size / route.bandwidth_bytes_per_s for route, size in parts)
+        bandwidth_s = math.fsum(size / self.bandwidth(route) for route, size in parts)
         seconds = bandwidth_s + math.fsum(route.latency_s for route, _ in parts) + overhead
         if threads:
             return seconds, self.on_cores(seconds, threads, parts)
         if bandwidth_s < 0.5 * seconds or bandwidth_s == 0:
             return seconds, None
         return seconds, self.flow(seconds, num_bytes / seconds, self.uses(parts, seconds))
+
+    def bandwidth(self, route: Route) -> float:
+        """Bytes per second of a transfer that is alone; the memory of a host on the way may be what limits it."""
+        limits = [self.capacities[self.num_edges + host] / accesses for host, accesses in route.memory_accesses]
+        return min([route.bandwidth_bytes_per_s, *limits])
 
     def uses(self, parts: list[Part], seconds: float) -> dict[int, float]:
         """Resource -> bytes per second that the parts take of it on average over ``seconds``."""

@@ -1,0 +1,106 @@
+"""Cost model: sums over layers, measured entries before rooflines, bytes, the tied parameter."""
+
+import pytest
+
+from spipe.hardware import HardwareSpec, MeasuredLayer, load_hardware
+from spipe.model import ModelSpec, load_model
+from spipe.ops import Kind
+from spipe.plan import make_plan
+from spipe.sim.cost import CostModel
+
+MODEL = load_model("llama2-7b")
+H200 = load_hardware("h200x1")
+
+
+def cost_model(hardware: HardwareSpec = H200, model: ModelSpec = MODEL, size: int = 2) -> CostModel:
+    return CostModel(model, hardware, "bf16", sequence=2048, microbatch_size=size)
+
+
+def measured(seconds: float, pass_name: str = "forward", size: int = 2) -> MeasuredLayer:
+    return MeasuredLayer(
+        layer_kind="block", pass_name=pass_name, microbatch_size=size, sequence=2048, dtype="bf16",
+        seconds=seconds, **MeasuredLayer.shape_of(MODEL, "block"),
+    )  # fmt: skip
+
+
+def test_a_block_takes_what_was_measured_on_an_h200() -> None:
+    costs = cost_model()
+    assert costs.layer_s("block", "forward") == pytest.approx(2.96e-3, rel=0.1)
+    both = costs.layer_s("block", "recompute") + costs.layer_s("block", "backward")
+    assert both == pytest.approx(9.23e-3, rel=0.15)
+    assert costs.notes == ("not calibrated for any layer (bf16, 2 x 2048 tokens) on h200x1: estimated from peak rates",)
+
+
+def test_backward_takes_twice_and_recompute_as_long_as_forward() -> None:
+    costs = cost_model()
+    for kind in ("block", "head"):
+        forward = costs.layer_s(kind, "forward")
+        assert costs.layer_s(kind, "recompute") == forward
+        assert costs.layer_s(kind, "backward") == pytest.approx(2 * forward)
+
+
+def test_a_measured_entry_is_used_as_it_is() -> None:
+    costs = cost_model(H200.replace(measured=(measured(0.123),)))
+    assert costs.layer_s("block", "forward") == 0.123
+    assert "block forward" not in " ".join(costs.notes).split(":")[0].split(", ")
+
+
+def test_another_microbatch_is_scaled_and_said() -> None:
+    costs = cost_model(H200.replace(measured=(measured(0.1, size=1), measured(0.2, size=2))), size=4)
+    assert 0.3 < costs.layer_s("block", "forward") <= 0.4
+    assert any("scaled to 4 x 2048" in note for note in costs.notes)
+
+
+def test_a_stage_is_the_sum_of_its_layers() -> None:
+    costs = cost_model()
+    expected = costs.layer_s("embedding", "forward") + 2 * costs.layer_s("block", "forward")
+    assert costs.stage_s(range(3), "forward") == pytest.approx(expected)
+
+
+def test_ideal_costs_are_exact_constants() -> None:
+    costs = cost_model(load_hardware("ideal"))
+    assert costs.stage_s(range(MODEL.num_total_layers), "forward") == pytest.approx(32e-3, rel=1e-15)
+    assert costs.layer_s("block", "backward") == 2e-3
+    assert costs.layer_s("head", "forward") == costs.layer_s("embedding", "backward") == 0.0
+    assert costs.notes == ()
+
+
+def test_a_small_microbatch_is_less_efficient() -> None:
+    assert cost_model(size=1).layer_s("block", "forward") > cost_model(size=2).layer_s("block", "forward") / 2
+
+
+def test_grouped_query_attention_is_cheaper() -> None:
+    grouped = MODEL.replace(num_kv_heads=4)
+    assert cost_model(model=grouped).layer_s("block", "forward") < cost_model().layer_s("block", "forward")
+
+
+def test_the_tied_parameter_is_stepped_once_with_the_embedding() -> None:
+    model = load_model("qwen3-1.7b")
+    costs = cost_model(model=model)
+    last = model.num_total_layers
+    assert costs.num_stepped_parameters(range(last)) == model.num_parameters()
+    assert costs.num_stepped_parameters(range(last - 1, last)) == model.hidden_size
+    assert costs.num_parameters(range(last - 1, last)) > model.vocab_size * model.hidden_size
+
+
+def test_bytes_and_rates_of_a_plan() -> None:
+    plan = make_plan(
+        MODEL, H200, forward_stages=4, backward_stages=4, global_batch=2, microbatch_size=1, sequence=1024,
+        options={"bucket_layers": 0},
+    )  # fmt: skip
+    program = plan.program()
+    costs = CostModel.of(plan)
+    priced = costs.op_costs(program)
+    for i, kind in enumerate(program.kind):
+        parameters = costs.num_parameters(program.layers(program.stage[i]))
+        if kind in (Kind.FETCH, Kind.OFFLOAD_GRAD):
+            assert priced.seconds[i] == pytest.approx(2 * parameters / 55e9 + 10e-6)
+        if kind == Kind.STEP:
+            assert priced.seconds[i] == pytest.approx(parameters / 3.9e9 + 50e-6)
+
+
+def test_optimizers_of_a_host_share_its_cores() -> None:
+    host = load_hardware("h200x4")
+    one = CostModel(MODEL, host, "bf16", sequence=2048, microbatch_size=1, ranks_per_host=1)
+    four = CostModel(MODEL, host, "bf16", sequence=2048, microbatch_size=1, ranks_per_host=4)
+    assert one.adam_rate == pytest.approx(4 * four.adam_rate)

@@ -1,0 +1,120 @@
+"""Search: small spaces whose best plan is known, feasibility, determinism, messages."""
+
+from typing import Any
+
+import pytest
+
+from spipe.errors import SpipeError
+from spipe.hardware import load_hardware
+from spipe.model import ModelSpec, load_model
+from spipe.sim import SearchResult, search, simulate
+
+BLOCKS = ModelSpec(name="blocks", num_layers=24, hidden_size=64, ffn_size=128, num_heads=4, vocab_size=128)
+
+
+def tiny(**changes: Any) -> SearchResult:
+    fields: dict[str, Any] = {"global_batch": 8, "sequence": 64, "max_simulations": 12}
+    return search(load_model("tiny"), load_hardware("laptop"), **(fields | changes))
+
+
+def test_finds_the_systolic_ring_where_communication_is_free() -> None:
+    # With N = 4, F = 2, M = 8 and full forward, B = 3F is the best of SPipe's and Mobius' plans: 67 tf.
+    result = search(
+        BLOCKS, load_hardware("ideal"), global_batch=8, sequence=16, microbatch_size=1, num_ranks=4,
+        forward_stages=2, schedules=["spipe", "mobius"], full_forward=True,
+    )  # fmt: skip
+    layout = result.plan.layout.layout()
+    assert (len(layout.forward), len(layout.backward)) == (8, 24)
+    assert result.simulation.makespan_s == pytest.approx(67 * 3e-3)
+
+
+def test_is_at_least_as_good_as_every_candidate_and_says_what_it_predicts() -> None:
+    result = tiny()
+    assert result.plan.predicted is not None
+    assert result.plan.predicted["step_s"] <= result.candidates[0]["step_s"] * 1.001
+    assert [row["step_s"] for row in result.candidates] == sorted(row["step_s"] for row in result.candidates)
+    assert simulate(result.plan).step_s == result.plan.predicted["step_s"]
+    for row in result.candidates:
+        assert row["bound_s"] <= row["step_s"] * (1 + 1e-9)
+
+
+def test_the_same_inputs_give_the_same_plan() -> None:
+    assert tiny().plan.model_dump_json() == tiny().plan.model_dump_json()
+
+
+def test_no_bound_is_above_the_simulated_time() -> None:
+    result = search(
+        BLOCKS, load_hardware("h200x4"), global_batch=8, sequence=128, num_ranks=[1, 2, 4], max_simulations=60
+    )
+    assert len(result.candidates) > 20
+    assert all(row["bound_s"] <= row["step_s"] * (1 + 1e-9) for row in result.candidates)
+
+
+def test_uses_fewer_ranks_than_offered_and_says_so() -> None:
+    # Four ranks on one core cannot beat one.
+    crowded = load_hardware("laptop").override({"cpu.cores": 1})
+    result = search(load_model("tiny"), crowded, global_batch=4, sequence=64, max_simulations=30)
+    assert result.plan.layout.num_ranks == 1
+    assert any("1 of the 4 ranks" in note for note in result.notes)
+
+
+def test_given_choices_are_kept() -> None:
+    result = tiny(num_ranks=2, forward_stages=1, backward_stages=[2], microbatch_size=2, schedules=["spipe"], seed=7,
+                  options={"weight_slots": 4})  # fmt: skip
+    layout = result.plan.layout.layout()
+    assert (layout.num_ranks, len(layout.forward), len(layout.backward)) == (2, 2, 4)
+    assert (result.plan.microbatch_size, result.plan.seed, result.plan.options.weight_slots) == (2, 7, 4)
+
+
+def test_an_expensive_head_gets_a_stage_of_its_own() -> None:
+    model = load_model("tiny").replace(vocab_size=250_000)
+    result = search(
+        model, load_hardware("h200x4"), global_batch=16, sequence=256, schedules=["spipe"], max_simulations=16
+    )
+    assert len(result.plan.layout.layout().backward[-1].layers) == 1
+
+
+def test_host_memory_is_a_constraint() -> None:
+    with pytest.raises(SpipeError, match=r"host 0 needs .* short of .* GiB.*more hosts"):
+        search(load_model("llama2-70b"), load_hardware("h200x1"), global_batch=4, sequence=512, max_simulations=4,
+               forward_stages=[4, 8], backward_stages=[8], schedules=["spipe"])  # fmt: skip
+
+
+def test_device_memory_is_a_constraint() -> None:
+    small = load_hardware("h200x1").override({"accelerator.memory_gib": 0.003})
+    with pytest.raises(SpipeError, match=r"rank 0 needs .* short of .* GiB.*accelerators with at least"):
+        search(load_model("tiny"), small, global_batch=4, sequence=512, max_simulations=4)
+
+
+def test_finer_stages_where_device_memory_is_short() -> None:
+    roomy = load_hardware("h200x1")
+    tight = roomy.override({"accelerator.memory_gib": 4})
+    arguments: dict[str, Any] = {"global_batch": 4, "sequence": 512, "max_simulations": 4, "microbatch_size": 1}
+    assert search(load_model("qwen3-1.7b"), roomy, **arguments).simulation.memory.fits
+    result = search(load_model("qwen3-1.7b"), tight, **arguments)
+    assert result.simulation.memory.fits
+    assert any("rank 0 needs" in row["reason"] for row in result.rejected)
+
+
+def test_progress_is_reported() -> None:
+    calls: list[tuple[int, int, float | None]] = []
+    tiny(num_ranks=1, progress=lambda done, total, best: calls.append((done, total, best)))
+    assert calls[-1][0] == calls[-1][1]
+    assert calls[-1][2] is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"global_batch": 0}, "global_batch = 0"),
+        ({"microbatch_size": 3}, "does not divide into microbatches of 3"),
+        ({"num_ranks": 9}, "num_ranks = 9, but laptop has 4"),
+        ({"schedules": ["spip"]}, "spipe"),
+        ({"precision": "fp8"}, "dtype 'fp8'"),
+        ({"forward_stages": 5, "num_ranks": 4}, "cannot cut"),
+        ({"sequence": 100_000}, "sequence = 100000"),
+    ],
+)
+def test_impossible_requests_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpipeError, match=message):
+        tiny(**changes)

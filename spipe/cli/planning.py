@@ -81,7 +81,7 @@ def search(
         raise unknown("precision", precision, ELEMENT_BYTES)
     options = parse_options(option or [])
     Options(**options)
-    fields = {} if learning_rate is None else {"optimizer": AdamW(learning_rate=learning_rate)}
+    fields: dict[str, Any] = {} if learning_rate is None else {"optimizer": AdamW(learning_rate=learning_rate)}
     chosen_model, chosen_hardware = load_model(model), load_hardware(hardware)
 
     from spipe import sim

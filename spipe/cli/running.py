@@ -18,7 +18,7 @@ from spipe.cli.common import (
     progress,
     step_log,
 )
-from spipe.errors import SpipeError, unknown
+from spipe.errors import SpipeError
 
 if TYPE_CHECKING:
     from spipe.plan import Plan
@@ -58,7 +58,7 @@ def run(
     output = Output(json_file, force)
     chosen = load_plan(plan)
     if device is not None and device not in ("cpu", "cuda"):
-        raise unknown("device", device, ("cpu", "cuda"))
+        raise SpipeError(f"--device {device!r} should be cpu or cuda, as the plan's hardware says")
     if device is not None and device != chosen.hardware.device:
         raise SpipeError(
             f"--device {device}: the plan is for {chosen.hardware.name}, whose device is {chosen.hardware.device}; "

@@ -140,3 +140,44 @@ def test_outputs_are_not_overwritten(refused: Refused, plan_file: Path, tmp_path
 
 def test_simulating_on_hardware_that_is_too_small(refused: Refused, plan_file: Path) -> None:
     assert re.search(r"uses 2 ranks, but h200x1 has 1", refused("simulate", plan_file, "--hardware", "h200x1"))
+
+
+def test_a_corpus_that_cannot_be_read(refused: Refused, plan_file: Path, tmp_path: Path) -> None:
+    empty, short, folder = tmp_path / "empty.txt", tmp_path / "short.txt", tmp_path / "folder"
+    empty.touch()
+    short.write_text("too short")
+    folder.mkdir()
+    for data, message in (
+        (tmp_path / "nowhere.txt", "cannot read the training text"),
+        (empty, "the file is empty"),
+        (short, "the text has 9 bytes, but a sequence of 32 tokens"),
+        (folder, "no readable, non-empty text file in this folder"),
+    ):
+        error = refused("run", plan_file, "--steps", 1, "-o", tmp_path / "run", "--data", data)
+        assert str(data) in error
+        assert message in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_holds_a_run(refused: Refused, plan_file: Path) -> None:
+    before = plan_file.read_bytes()
+    assert "already holds a run" in refused("run", plan_file, "--steps", 1, "-o", plan_file.parent)
+    assert plan_file.read_bytes() == before
+
+
+def test_a_device_or_transport_that_the_plan_is_not_for(refused: Refused, plan_file: Path, tmp_path: Path) -> None:
+    run = ["run", plan_file, "--steps", 1, "-o", tmp_path / "run"]
+    assert "the plan is for laptop, whose device is cpu" in refused(*run, "--device", "cuda")
+    assert "--device 'gpu' should be cpu or cuda" in refused(*run, "--device", "gpu")
+    assert "transport nccl needs device cuda" in refused(*run, "--transport", "nccl")
+    assert "unknown transport 'glo'; nearest: gloo" in refused(*run, "--transport", "glo")
+
+
+@pytest.mark.parametrize("name", ["compare", "calibrate"])
+def test_folders_without_a_run(refused: Refused, plan_file: Path, tmp_path: Path, name: str) -> None:
+    def use(folder: Path) -> list[object]:
+        return [name, plan_file, folder] if name == "compare" else [name, folder, "-o", tmp_path / "hardware.toml"]
+
+    (tmp_path / "empty").mkdir()
+    assert "there is no such folder" in refused(*use(tmp_path / "nowhere"))
+    assert "holds no finished run" in refused(*use(tmp_path / "empty"))

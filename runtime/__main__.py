@@ -1,0 +1,193 @@
+"""One rank of a run under a launcher: ``torchrun --nproc-per-node N -m spipe.runtime PLAN --steps K -o RUNDIR``.
+
+``mpirun -n N python -m spipe.runtime ...`` does the same (mpi4py is used to start, and for nothing else). Without a
+launcher all ranks are started here, as ``spipe run`` does.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spipe.errors import SpipeError
+from spipe.plan import Plan
+
+EXIT_USER, EXIT_FAILED = 2, 1
+_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those that the launcher started."""
+
+    rank: int
+    size: int
+    rendezvous: Any
+
+
+def main(arguments: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
+    """Run this process's rank; returns the exit code: 0, 1 for a failed run, 2 for bad input. Rank 0 speaks."""
+    options = _parse(arguments)
+    try:
+        world = _join(environment)
+    except SpipeError as error:
+        print(f"spipe: {error}", file=sys.stderr)
+        return EXIT_USER
+    if world is None:
+        return _run_locally(options)
+    return _run_rank(options, world)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m spipe.runtime", description="Run one rank of a plan.")
+    parser.add_argument("plan", type=Path, help="plan.json")
+    parser.add_argument("--steps", type=int, required=True, help="training steps")
+    parser.add_argument("--data", type=Path, help="text file or folder; default: Python's documentation topics")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="new run directory")
+    parser.add_argument("--transport", default="auto", help="auto, host, gloo or nccl")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="give up if nothing completes for so long")
+    parser.add_argument("--trace-steps", type=int, default=5, help="last steps that go into the trace")
+    parser.add_argument("--host-memory-bytes", type=int, help="memory of this host, if it shows less than it has")
+    parser.add_argument("--dump-state", type=Path, help="file for weights, masters and moments after the last step")
+    return parser.parse_args(arguments)
+
+
+def _join(environment: Mapping[str, str]) -> World | None:
+    """The world of torchrun's or mpirun's making; None if there is no launcher.
+
+    Raises SpipeError for ranks on several hosts.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        _require_one_host(size, int(environment.get("LOCAL_WORLD_SIZE", size)), rank)
+        return World(rank, size, _store_of_torchrun(environment, rank))
+    if any(name in environment for name in _MPI):
+        from mpi4py import MPI
+
+        from spipe.runtime.rendezvous import connect, serve
+
+        everyone = MPI.COMM_WORLD
+        rank, size = everyone.Get_rank(), everyone.Get_size()
+        _require_one_host(size, everyone.Split_type(MPI.COMM_TYPE_SHARED).Get_size(), rank)
+        store = serve() if rank == 0 else None
+        port = everyone.bcast(store.port if store else None, root=0)
+        return World(rank, size, store or connect("127.0.0.1", port))
+    return None
+
+
+def _store_of_torchrun(environment: Mapping[str, str], rank: int) -> Any:
+    from spipe.runtime.rendezvous import connect, prefixed, serve
+
+    host, port = environment.get("MASTER_ADDR", "127.0.0.1"), int(environment.get("MASTER_PORT", "29500"))
+    served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # else rank 0 has to
+    store = serve(port) if rank == 0 and not served else connect(host, port)
+    return prefixed(store, f"spipe{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+
+
+def _require_one_host(size: int, local_size: int, rank: int) -> None:
+    if local_size != size:
+        message = f"{size} ranks were started, {local_size} of them on this host; a run's ranks share one host's memory"
+        if rank:
+            raise SystemExit(EXIT_USER)
+        raise SpipeError(message)
+
+
+def _job(options: argparse.Namespace, plan: Plan) -> Any:
+    from spipe.runtime.job import Job
+
+    return Job(
+        plan=plan,
+        steps=options.steps,
+        output=options.output,
+        data=options.data,
+        transport=options.transport,
+        timeout_s=options.timeout_s,
+        trace_steps=options.trace_steps,
+        host_memory_bytes=options.host_memory_bytes,
+        dump_state=options.dump_state,
+    )
+
+
+def _run_rank(options: argparse.Namespace, world: World) -> int:
+    from spipe.runtime.failure import RunFailedError
+    from spipe.runtime.rank import run_rank
+    from spipe.runtime.training import claim
+
+    if world.rank == 0:
+        try:
+            job = _job(options, Plan.load(options.plan))
+            if job.num_ranks != world.size:
+                raise SpipeError(
+                    f"{options.plan} is for {job.num_ranks} ranks, but {world.size} were started; start as many "
+                    "processes as the plan has ranks"
+                )
+            job.check()
+            claim(job)
+        except SpipeError as error:
+            print(f"spipe: {error}", file=sys.stderr, flush=True)
+            world.rendezvous.set("checked", "bad")
+            for rank in range(1, world.size):  # the store has to outlive their reading
+                world.rendezvous.get(f"heard{rank}")
+            return EXIT_USER
+        world.rendezvous.set("checked", "good")
+    else:
+        checked = world.rendezvous.get("checked")
+        world.rendezvous.set(f"heard{world.rank}", "")
+        if checked != b"good":
+            return EXIT_USER
+        job = _job(options, Plan.load(options.plan))
+    try:
+        run_rank(job, world.rank, world.rendezvous, _report)
+    except RunFailedError as error:
+        if world.rank == 0:
+            print(f"spipe: {error}", file=sys.stderr)
+        _leave(EXIT_FAILED)
+    return 0
+
+
+def _leave(code: int) -> None:
+    """End after a failure: lanes may be blocked in calls that nothing else ends."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _report(row: dict[str, Any]) -> None:
+    if "message" in row:
+        print(row["message"], flush=True)
+        return
+    loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+    print(f"step {row['step']}: loss {loss}, {row['step_s']:.3f} s, {row['tokens_per_s']:.0f} tokens/s", flush=True)
+
+
+def _run_locally(options: argparse.Namespace) -> int:
+    from spipe.runtime.failure import RunFailedError
+    from spipe.runtime.training import run
+
+    try:
+        run(
+            Plan.load(options.plan),
+            steps=options.steps,
+            output=options.output,
+            data=options.data,
+            transport=options.transport,
+            timeout_s=options.timeout_s,
+            trace_steps=options.trace_steps,
+            host_memory_bytes=options.host_memory_bytes,
+            dump_state=options.dump_state,
+            log=_report,
+        )
+    except SpipeError as error:
+        print(f"spipe: {error}", file=sys.stderr)
+        return EXIT_USER
+    except RunFailedError as error:
+        print(f"spipe: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,7 +17,7 @@ import simpy
 from spipe.errors import SpipeError
 from spipe.ops import COLLECTIVES, COMPUTE
 from spipe.program import Program
-from spipe.sim.cost import OpCosts
+from spipe.sim.pricing import OpCosts
 from spipe.sim.resources import Completion, Flow, FlowSpec, Fluid
 from spipe.trace import Trace
 

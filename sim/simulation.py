@@ -10,8 +10,9 @@ from spipe.metrics import StepMetrics, analyse
 from spipe.ops import Kind
 from spipe.plan import Plan
 from spipe.program import Program
-from spipe.sim.cost import CostModel, OpCosts
+from spipe.sim.cost import CostModel
 from spipe.sim.engine import Timeline, play
+from spipe.sim.pricing import OpCosts, op_costs
 from spipe.trace import Trace
 
 
@@ -82,8 +83,17 @@ class Simulation:
 
     @cached_property
     def trace(self) -> Trace:
-        """All ops of all steps, timed."""
-        return self.timeline.trace(plan=self.plan.digest(), hardware=self.hardware.name)
+        """All ops of all steps, timed; on device ``cpu`` with the processor time they use."""
+        trace = self.timeline.trace(plan=self.plan.digest(), hardware=self.hardware.name)
+        if self.hardware.device == "cpu":
+            kinds, partners = self.program.kind, self.program.partner
+            threads = CostModel.of(self.plan, self.hardware).adam_threads
+            used = [
+                seconds * (threads if kind == Kind.STEP else 0.5 if partner >= 0 else 1.0)
+                for kind, partner, seconds in zip(kinds, partners, self.costs.seconds, strict=True)
+            ]
+            trace.cpu_s = used * self.timeline.num_steps
+        return trace
 
     @cached_property
     def bubbles(self) -> StepMetrics:
@@ -144,6 +154,6 @@ def simulate(
         )
     program = plan.program()
     model = CostModel.of(plan, hardware)
-    costs = model.op_costs(program)
+    costs = op_costs(model, program)
     timeline = play(program, costs, num_steps, contention=contention)
     return Simulation(plan, hardware, program, timeline, costs, contention, model.notes)

@@ -7,6 +7,7 @@ from spipe.model import ModelSpec, load_model
 from spipe.ops import Kind
 from spipe.plan import make_plan
 from spipe.sim.cost import CostModel
+from spipe.sim.pricing import op_costs
 
 MODEL = load_model("llama2-7b")
 H200 = load_hardware("h200x1")
@@ -90,7 +91,7 @@ def test_bytes_and_rates_of_a_plan() -> None:
     )  # fmt: skip
     program = plan.program()
     costs = CostModel.of(plan)
-    priced = costs.op_costs(program)
+    priced = op_costs(costs, program)
     for i, kind in enumerate(program.kind):
         parameters = costs.num_parameters(program.layers(program.stage[i]))
         if kind in (Kind.FETCH, Kind.OFFLOAD_GRAD):

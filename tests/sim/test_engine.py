@@ -16,8 +16,9 @@ from spipe.ops import COMPUTE, Kind
 from spipe.plan import Plan, make_plan
 from spipe.program import Program
 from spipe.sim import simulate
-from spipe.sim.cost import CostModel, OpCosts
+from spipe.sim.cost import CostModel
 from spipe.sim.engine import Timeline, play
+from spipe.sim.pricing import OpCosts, op_costs
 
 MODEL = ModelSpec(name="small", num_layers=9, hidden_size=256, ffn_size=512, num_heads=4, vocab_size=1000)
 
@@ -52,7 +53,7 @@ def plans(draw: st.DrawFn, hardware: tuple[str, ...] = ("h200x4", "rtx3090x4", "
 
 def priced(plan: Plan, hardware: HardwareSpec | None = None) -> tuple[Program, OpCosts]:
     program = plan.program()
-    return program, CostModel.of(plan, hardware).op_costs(program)
+    return program, op_costs(CostModel.of(plan, hardware), program)
 
 
 @settings(max_examples=40, deadline=None)

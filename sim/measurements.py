@@ -1,0 +1,153 @@
+"""Measurements: what a trace says about the ops of a plan, one entry per group of equal ops."""
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from spipe.errors import SpipeError
+from spipe.hardware import HardwareSpec, Place
+from spipe.ops import COLLECTIVES, COMPUTE, RECVS, Kind
+from spipe.plan import Plan
+from spipe.program import Program
+from spipe.sim.cost import CostModel
+from spipe.sim.fitting import Samples
+from spipe.sim.pricing import Pricing
+from spipe.trace import Trace
+
+MIN_STEPS = 2
+_BUCKETED = {Kind.FETCH, Kind.OFFLOAD_GRAD, Kind.STEP, Kind.COMMIT}
+
+Group = tuple[int, int, int]
+"""Kind, stage and bucket (0 where there are none): ops that take the same time."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Equal ops of a run: a pass of a stage, a bucket's copy, the messages to a stage.
+
+    Attributes:
+        costs: the cost model of the run: shapes, precision, threads.
+        seconds: how long the op took; on device ``cpu`` the processor time it used, where the trace has it.
+        gap_s: what its lane took to get to it on device ``cpu``: a lower quartile, to be free of contention.
+        layer_counts: layers by kind, for compute ops.
+        num_bytes, source, target: for copies and messages.
+        num_parameters: for STEP.
+    """
+
+    costs: CostModel
+    kind: Kind
+    seconds: Samples
+    gap_s: float
+    layer_counts: Counter[str]
+    num_bytes: float
+    source: Place
+    target: Place
+    is_remote: bool
+    num_parameters: int
+
+
+def measurements(plan: Plan, trace: Trace, hardware: HardwareSpec, warmup: int) -> list[Measurement]:
+    """All measurements of one run.
+
+    Raises:
+        SpipeError: if the trace is of another plan, has too few steps after ``warmup``, or impossible times.
+    """
+    program = plan.program()
+    trace.check_matches(program, "calibrate")
+    steps = {step for step in trace.steps() if step >= warmup}
+    if len(steps) < MIN_STEPS:
+        raise SpipeError(
+            f"calibrate: the trace has {len(steps)} steps after {warmup} warm-up steps; it takes at least {MIN_STEPS}: "
+            "run longer, or trace more steps"
+        )
+    costs = CostModel.of(plan, hardware)
+    pricing = Pricing(costs, program)
+    durations, gaps = _Reading(program, trace, costs, steps).groups()
+    found = []
+    for (kind_number, stage, bucket), values in durations.items():
+        kind, i = Kind(kind_number), _example(program, kind_number, stage, bucket)
+        samples = Samples.of(values)
+        if samples.median <= 0 and kind in COMPUTE:
+            raise SpipeError(f"calibrate: {program.op(i)} took {samples.median} s in the median: the trace is damaged")
+        if samples.median <= 0:
+            continue
+        parts = pricing.parts(i)
+        source, target = pricing.ends(i)
+        waits = sorted(gaps[kind_number, stage, bucket]) or [0.0]
+        found.append(
+            Measurement(
+                costs=costs,
+                kind=kind,
+                seconds=samples,
+                gap_s=waits[len(waits) // 4] if hardware.device == "cpu" else 0.0,
+                layer_counts=Counter(plan.model.layer_kind(layer) for layer in program.layers(stage)),
+                num_bytes=sum(size for _, size in parts),
+                source=source,
+                target=target,
+                is_remote=any(route.is_remote for route, _ in parts),
+                num_parameters=costs.num_stepped_parameters(pricing.bucket(i)) if kind is Kind.STEP else 0,
+            )
+        )
+    return found
+
+
+def _example(program: Program, kind: int, stage: int, bucket: int) -> int:
+    """Any op of a group."""
+    return next(
+        i
+        for i, (k, s, index) in enumerate(zip(program.kind, program.stage, program.index, strict=True))
+        if (k, s) == (kind, stage) and (k not in _BUCKETED or index == bucket)
+    )
+
+
+class _Reading:
+    """Reads the rows of a trace, grouped by equal ops."""
+
+    def __init__(self, program: Program, trace: Trace, costs: CostModel, steps: set[int]) -> None:
+        self.program, self.trace, self.costs, self.steps = program, trace, costs, steps
+        self.on_cpu = costs.hardware.device == "cpu"
+        self.row = {(step, op): row for row, (step, op) in enumerate(zip(trace.step, trace.op, strict=True))}
+
+    def groups(self) -> tuple[dict[Group, list[float]], dict[Group, list[float]]]:
+        """Durations and gaps of the ops of each group."""
+        program, trace = self.program, self.trace
+        durations: dict[Group, list[float]] = defaultdict(list)
+        gaps: dict[Group, list[float]] = defaultdict(list)
+        lane_free: dict[tuple[int, int], float] = {}
+        for row in sorted(range(len(trace)), key=lambda row: (trace.start_s[row], trace.end_s[row])):
+            i, step = trace.op[row], trace.step[row]
+            lane = (program.rank[i], program.lane[i])
+            free, lane_free[lane] = lane_free.get(lane, math.inf), trace.end_s[row]
+            kind = Kind(program.kind[i])
+            if step not in self.steps or kind in RECVS or kind in COLLECTIVES:
+                continue
+            group = (int(kind), program.stage[i], program.index[i] if kind in _BUCKETED else 0)
+            durations[group].append(self.seconds(row))
+            before = max(free, trace.ready_s[row])
+            if before <= trace.start_s[row]:
+                gaps[group].append(trace.start_s[row] - before)
+        for members in program.collectives():
+            group = (program.kind[members[0]], program.stage[members[0]], 0)
+            for step in self.steps:
+                rows = [self.row[step, i] for i in members if (step, i) in self.row]
+                durations[group].append(max(trace.end_s[row] for row in rows) - max(trace.start_s[row] for row in rows))
+        return durations, gaps
+
+    def seconds(self, row: int) -> float:
+        """How long an op took, or the processor time it used on device ``cpu``."""
+        program, trace, i = self.program, self.trace, self.trace.op[row]
+        seconds = trace.end_s[row] - trace.start_s[row]
+        if not math.isfinite(seconds) or seconds < 0:
+            raise SpipeError(
+                f"calibrate: {program.op(i)} of step {trace.step[row]} starts at {trace.start_s[row]} s and ends at "
+                f"{trace.end_s[row]} s; durations cannot be negative or unknown: the trace is damaged"
+            )
+        used = trace.cpu_s[row]
+        if not self.on_cpu or not used > 0:
+            return seconds
+        if program.kind[i] == Kind.STEP:
+            return used / self.costs.adam_threads
+        if program.partner[i] >= 0:
+            other = self.row.get((trace.step[row], program.partner[i]))
+            return used + (trace.cpu_s[other] if other is not None and trace.cpu_s[other] > 0 else 0.0)
+        return used

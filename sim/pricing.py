@@ -1,0 +1,244 @@
+"""Pricing: seconds and shared resources of every op of a program.
+
+Everything that moves bytes follows the hardware's routes; on device ``cpu`` everything keeps cores busy.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spipe.hardware import Place, Route
+from spipe.model import PassName
+from spipe.ops import COMPUTE, PARTNER, RECVS, Kind
+from spipe.program import Program
+from spipe.sim.cost import CostModel
+from spipe.sim.resources import FlowSpec
+
+_PASS: dict[int, PassName] = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
+_BOUNDARY = {*PARTNER, *RECVS, Kind.STORE_STAGE_INPUT, Kind.LOAD_STAGE_INPUT}
+_TOKEN_BYTES = 8
+
+Part = tuple[Route, float]
+"""A route and the bytes that travel on it."""
+
+
+@dataclass(frozen=True)
+class OpCosts:
+    """Costs of the ops of a program, as parallel lists over ops.
+
+    Attributes:
+        seconds: time of the op if nothing else runs. Both halves of a message have the message's.
+        flows: what the op takes of the shared resources; None: nothing.
+        issue_s: time between the starts of two compute ops of a rank that the host needs at least.
+        capacities: of the shared resources: bytes per second of every edge, then of every host's memory; then cores.
+    """
+
+    seconds: list[float]
+    flows: list[FlowSpec | None]
+    issue_s: float
+    capacities: list[float]
+
+
+def op_costs(model: CostModel, program: Program) -> OpCosts:
+    """Costs of all ops of a program."""
+    return Pricing(model, program).costs()
+
+
+class Pricing:
+    """Prices the ops of one program; equal ops share one entry."""
+
+    def __init__(self, model: CostModel, program: Program) -> None:
+        self.model, self.program = model, program
+        self.hardware = model.hardware
+        self.on_cpu = self.hardware.device == "cpu"
+        self.num_edges = len(self.hardware.edges())
+        self.capacities = [edge.bandwidth_bytes_per_s for edge in self.hardware.edges()]
+        self.capacities += [self.hardware.cpu.memory_bandwidth_bytes_per_s] * self.hardware.num_hosts
+        self.capacities += [float(self.hardware.cpu.cores)] * self.hardware.num_hosts
+        self.owner = [-1] * program.layout.num_layers
+        for stage in program.layout.backward:
+            for layer in stage.layers:
+                self.owner[layer] = stage.rank
+
+    def costs(self) -> OpCosts:
+        program = self.program
+        known: dict[tuple[int, int, int, int], tuple[float, FlowSpec | None]] = {}
+        seconds: list[float] = []
+        flows: list[FlowSpec | None] = []
+        weight_ops = (int(Kind.FETCH), int(Kind.OFFLOAD_GRAD), int(Kind.STEP))
+        for i, (kind, stage, index) in enumerate(zip(program.kind, program.stage, program.index, strict=True)):
+            partner = program.partner[i]
+            bucket = index if kind in weight_ops else 0
+            key = (kind, stage, bucket, program.rank[partner] if partner >= 0 else -1)
+            cost = known.get(key)
+            if cost is None:
+                cost = known[key] = self.price(i)
+            seconds.append(cost[0])
+            flows.append(cost[1])
+        issue = 0.0 if self.on_cpu else self.hardware.accelerator.launch_overhead_s
+        return OpCosts(seconds, without_ample_resources(flows, program.lane, self.capacities), issue, self.capacities)
+
+    def price(self, i: int) -> tuple[float, FlowSpec | None]:
+        program, model = self.program, self.model
+        kind, rank = Kind(program.kind[i]), program.rank[i]
+        overhead = model.overhead_s(kind)
+        if kind in COMPUTE:
+            seconds = model.stage_s(program.layers(program.stage[i]), _PASS[kind]) + overhead
+            return seconds, self.on_cores(seconds, [(rank, model.compute_threads)]) if self.on_cpu else None
+        if kind is Kind.STEP:
+            return self.step(i, overhead)
+        if kind is Kind.VALIDATE or kind is Kind.BARRIER:
+            return self.collective_s(kind), None
+        parts = self.parts(i)
+        if not parts:
+            return overhead, None
+        return self.transfer(parts, overhead, self.threads(i))
+
+    def threads(self, i: int) -> list[tuple[int, int]]:
+        """(rank, cores) of a copy on device ``cpu``: a thread on each side that takes part."""
+        partner = self.program.partner[i]
+        ranks = [self.program.rank[i]] + ([self.program.rank[partner]] if partner >= 0 else [])
+        return [(rank, 1) for rank in ranks] if self.on_cpu else []
+
+    def ends(self, i: int) -> tuple[Place, Place]:
+        """Where the bytes of an op come from and go to; for other ops the rank's accelerator and memory."""
+        program, hardware = self.program, self.hardware
+        kind, rank, partner = Kind(program.kind[i]), program.rank[i], program.partner[i]
+        gpu: Place = ("gpu", rank)
+        memory: Place = ("memory", hardware.host_of(rank))
+        if partner >= 0:
+            other: Place = ("gpu", program.rank[partner])
+            return (gpu, other) if kind in PARTNER else (other, gpu)
+        if kind is Kind.STORE_STAGE_INPUT:  # to the host that holds what belongs to the backward stage
+            reader = program.layout.backward[program.stage[i] - len(program.layout.forward)].rank
+            return gpu, ("memory", hardware.host_of(reader))
+        return (gpu, memory) if kind is Kind.OFFLOAD_GRAD else (memory, gpu)
+
+    def parts(self, i: int) -> list[Part]:
+        """The bytes an op moves, by route."""
+        program, model, hardware = self.program, self.model, self.hardware
+        kind = Kind(program.kind[i])
+        source, target = self.ends(i)
+        if kind is Kind.FETCH:
+            by_host: dict[int, float] = {}
+            for layer in self.bucket(i):
+                host = hardware.host_of(self.owner[layer])
+                size = model.num_parameters(range(layer, layer + 1)) * model.element_bytes
+                by_host[host] = by_host.get(host, 0.0) + size
+            return [(hardware.route(("memory", host), target), size) for host, size in by_host.items()]
+        if kind is Kind.OFFLOAD_GRAD:
+            num_bytes = model.num_parameters(self.bucket(i)) * model.gradient_element_bytes
+        elif kind is Kind.LOAD_TOKENS:
+            num_bytes = _TOKEN_BYTES * model.tokens
+        elif kind in _BOUNDARY:
+            num_bytes = model.boundary_bytes()
+        else:
+            return []
+        return [(hardware.route(source, target), num_bytes)]
+
+    def bucket(self, i: int) -> range:
+        """Layers of a weight op."""
+        return self.program.buckets[self.program.stage[i]][self.program.index[i]]
+
+    def transfer(
+        self, parts: list[Part], overhead: float, threads: list[tuple[int, int]]
+    ) -> tuple[float, FlowSpec | None]:
+        """A copy over one route or, one after the other, over several.
+
+        It holds its routes for its latency, too; a copy that is mostly latency is not worth sharing a link for.
+        """
+        num_bytes = math.fsum(size for _, size in parts)
+        bandwidth_s = math.fsum(size / self.bandwidth(route) for route, size in parts)
+        seconds = bandwidth_s + math.fsum(route.latency_s for route, _ in parts) + overhead
+        if threads:
+            return seconds, self.on_cores(seconds, threads, parts)
+        if bandwidth_s < 0.5 * seconds or bandwidth_s == 0:
+            return seconds, None
+        return seconds, self.flow(seconds, num_bytes / seconds, self.uses(parts, seconds))
+
+    def bandwidth(self, route: Route) -> float:
+        """Bytes per second of a transfer that is alone; the memory of a host on the way may be what limits it."""
+        limits = [self.capacities[self.num_edges + host] / accesses for host, accesses in route.memory_accesses]
+        return min([route.bandwidth_bytes_per_s, *limits])
+
+    def uses(self, parts: list[Part], seconds: float) -> dict[int, float]:
+        """Resource -> bytes per second that the parts take of it on average over ``seconds``."""
+        uses: dict[int, float] = {}
+        for route, size in parts:
+            for edge in route.edges:
+                uses[edge] = uses.get(edge, 0.0) + size / seconds
+            for host, accesses in route.memory_accesses:
+                memory = self.num_edges + host
+                uses[memory] = uses.get(memory, 0.0) + accesses * size / seconds
+        return uses
+
+    def on_cores(
+        self, seconds: float, threads: list[tuple[int, int]], parts: list[Part] | None = None
+    ) -> FlowSpec | None:
+        """Device ``cpu``: an op that keeps cores busy; with too few of them everybody slows down by the same factor."""
+        if seconds == 0:
+            return None
+        uses = self.uses(parts, seconds) if parts else {}
+        for rank, count in threads:
+            cores = self.num_edges + self.hardware.num_hosts + self.hardware.host_of(rank)
+            uses[cores] = uses.get(cores, 0.0) + count
+        return self.flow(seconds, 1.0, uses)
+
+    def flow(self, seconds: float, share: float, uses: dict[int, float]) -> FlowSpec | None:
+        limited = tuple((resource, amount) for resource, amount in uses.items() if self.capacities[resource] < math.inf)
+        return FlowSpec(seconds, 1.0, share, limited) if limited else None
+
+    def step(self, i: int, overhead: float) -> tuple[float, FlowSpec | None]:
+        """Adam on a bucket: shares cores and, byte for byte, memory bandwidth with the copies of its host."""
+        program, model = self.program, self.model
+        parameters = model.num_stepped_parameters(self.bucket(i))
+        seconds = parameters / model.adam_rate + overhead
+        if seconds == 0:
+            return seconds, None
+        host = self.hardware.host_of(program.rank[i])
+        rate = parameters * model.adam_bytes / seconds
+        uses = {self.num_edges + host: rate, self.num_edges + self.hardware.num_hosts + host: float(model.adam_threads)}
+        return seconds, self.flow(seconds, 1.0 if self.on_cpu else rate, uses)
+
+    def collective_s(self, kind: Kind) -> float:
+        """A small collective: up and down a tree of the ranks, one message latency a level."""
+        hardware, ranks = self.hardware, self.program.layout.num_ranks
+        if ranks == 1:
+            return self.model.overhead_s(kind)
+        if kind.name in hardware.measured_op_overhead_s:
+            return hardware.measured_op_overhead_s[kind.name]
+        farthest = hardware.route(("gpu", 0), ("gpu", ranks - 1)).latency_s
+        return 2 * math.ceil(math.log2(ranks)) * farthest
+
+
+def without_ample_resources(
+    flows: Sequence[FlowSpec | None], lanes: Sequence[int], capacities: Sequence[float]
+) -> list[FlowSpec | None]:
+    """The same flows without uses that can never limit them, which changes no rate and saves most of the arithmetic.
+
+    A lane runs one flow at a time, so a resource is ample if the largest takers of all lanes fit into it together; and
+    it never limits first if all its takers load another one at least as much.
+    """
+    specs = dict.fromkeys(zip(flows, lanes, strict=True))
+    by_lane: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    loads: dict[int, dict[FlowSpec, float]] = defaultdict(dict)  # resource -> flow -> part of it taken at full rate
+    for spec, lane in specs:
+        if spec is not None:
+            for resource, amount in spec.uses:
+                loads[resource][spec] = load = amount * spec.cap / capacities[resource]
+                by_lane[resource][lane] = max(by_lane[resource][lane], load)
+    limiting = [resource for resource in sorted(loads) if sum(by_lane[resource].values()) > 1]
+    for resource in list(limiting):
+        takers = loads[resource]
+        for other in limiting:
+            if other != resource and all(loads[other].get(spec, -1.0) >= load for spec, load in takers.items()):
+                limiting.remove(resource)
+                break
+    kept = set(limiting)
+    lean: dict[FlowSpec | None, FlowSpec | None] = {None: None}
+    for spec in dict.fromkeys(flows):
+        if spec is not None:
+            uses = tuple((resource, amount) for resource, amount in spec.uses if resource in kept)
+            lean[spec] = FlowSpec(spec.work, spec.cap, spec.share, uses) if uses else None
+    return [lean[spec] for spec in flows]

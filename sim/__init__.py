@@ -6,7 +6,18 @@ This folder is linked into the package as ``spipe.sim`` and is never imported by
 if __name__ != "spipe.sim":
     raise ImportError("import this package as spipe.sim, not as a top-level package named sim")
 
+from spipe.sim.calibrate import Calibration, calibrate
+from spipe.sim.compare import Comparison, compare
 from spipe.sim.search import SearchResult, search
 from spipe.sim.simulation import Simulation, simulate
 
-__all__ = ["SearchResult", "Simulation", "search", "simulate"]
+__all__ = [
+    "Calibration",
+    "Comparison",
+    "SearchResult",
+    "Simulation",
+    "calibrate",
+    "compare",
+    "search",
+    "simulate",
+]

@@ -76,7 +76,7 @@ def calibrate(
     fitted = fit.hardware
     rows = []
     for number, (plan, trace) in enumerate(runs):
-        measured = median_step_s(plan.program(), trace, min(warmup, max(trace.steps()[-1], 0)))
+        measured = median_step_s(plan.program(), trace, warmup)
         predicted = simulate(plan, hardware=fitted).step_s
         rows.append(
             {"run": number, "plan": plan.digest(), "measured_s": measured, "predicted_s": predicted,

@@ -1,0 +1,159 @@
+"""Calibration recovers a known hardware from simulated traces, and refuses traces that cannot be used."""
+
+import dataclasses
+import math
+
+import pytest
+
+from spipe.errors import SpipeError
+from spipe.hardware import HardwareSpec, load_hardware
+from spipe.model import ModelSpec, load_model
+from spipe.ops import Kind
+from spipe.plan import Plan, make_plan
+from spipe.sim import calibrate, compare, simulate
+from spipe.sim.cost import CostModel
+from spipe.sim.fitting import nonnegative_fit
+from spipe.trace import Trace
+
+SMALL = ModelSpec(name="small", num_layers=8, hidden_size=256, ffn_size=704, num_heads=4, vocab_size=1024)
+GPU = load_hardware("h200x2")
+LAPTOP = load_hardware("laptop").override({"cpu.cores": 2})
+
+
+def gpu_plan(**changes: object) -> Plan:
+    fields = {"forward_stages": 2, "backward_stages": 6, "global_batch": 8, "microbatch_size": 1, "sequence": 1024}
+    return make_plan(load_model("llama2-7b"), GPU, **(fields | changes))  # type: ignore[arg-type]
+
+
+def laptop_plan(**changes: object) -> Plan:
+    fields = {"forward_stages": 1, "backward_stages": 2, "num_ranks": 2, "global_batch": 8, "microbatch_size": 1,
+              "sequence": 128, "precision": "fp32"}  # fmt: skip
+    return make_plan(SMALL, LAPTOP, **(fields | changes))  # type: ignore[arg-type]
+
+
+def runs(plans: list[Plan], truth: HardwareSpec, num_steps: int = 8) -> list[tuple[Plan, Trace]]:
+    return [(plan, simulate(plan, hardware=truth, num_steps=num_steps).trace) for plan in plans]
+
+
+def slower_gpu_host() -> HardwareSpec:
+    links = [
+        link.replace(bandwidth_bytes_per_s=0.7 * link.bandwidth_bytes_per_s, both_directions_bytes_per_s=None)
+        for link in GPU.links
+    ]
+    changed = GPU.override({"accelerator.max_efficiency": 0.5, "cpu.adam_billion_parameters_per_s": 5.0})
+    return changed.replace(links=tuple(links))
+
+
+def test_recovers_layers_links_and_optimizer_of_a_gpu_host() -> None:
+    truth = slower_gpu_host()
+    plans = [
+        gpu_plan(),
+        gpu_plan(schedule="mobius", forward_stages=4, backward_stages=4, microbatch_size=2),
+    ]
+    found = calibrate(runs(plans, truth)).hardware
+    for plan in plans:
+        true, fitted = CostModel.of(plan, truth), CostModel.of(plan, found)
+        for kind in ("block", "head"):
+            for name in ("forward", "recompute", "backward"):
+                assert fitted.layer_s(kind, name) == pytest.approx(true.layer_s(kind, name), rel=0.02)
+        assert fitted.notes == ()
+    assert found.cpu.adam_parameters_per_s == pytest.approx(5e9, rel=0.02)
+    bandwidths = {(link.a, link.b): link.bandwidth_bytes_per_s for link in truth.links}
+    for link in found.links:
+        assert link.bandwidth_bytes_per_s == pytest.approx(bandwidths[link.a, link.b], rel=0.02)
+    assert found.provenance["measured"] == "measured"
+    assert found.provenance["cpu.adam_parameters_per_s"] == "fitted"
+
+
+def test_predicts_plans_it_has_not_seen() -> None:
+    truth = slower_gpu_host()
+    found = calibrate(runs([gpu_plan(), gpu_plan(schedule="1f1b", backward_stages=2)], truth)).hardware
+    unseen = gpu_plan(schedule="mobius", forward_stages=4, backward_stages=4)
+    before = simulate(unseen).step_s
+    expected = simulate(unseen, hardware=truth).step_s
+    assert abs(before / expected - 1) > 0.1
+    assert simulate(unseen, hardware=found).step_s == pytest.approx(expected, rel=0.02)
+
+
+def test_contention_for_cores_is_not_taken_for_slow_compute() -> None:
+    truth = LAPTOP.override(
+        {"accelerator.max_efficiency": 0.6, "cpu.cores": 1, "cpu.adam_billion_parameters_per_s": 0.3}
+    )
+    start = LAPTOP.override({"cpu.cores": 1})
+    result = calibrate(runs([laptop_plan(), laptop_plan(schedule="mobius", backward_stages=1)], truth), start)
+    for row in result.runs:
+        assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.02)
+    plenty = result.hardware.override({"cpu.cores": 8})
+    unseen = laptop_plan(backward_stages=3, microbatch_size=1)
+    expected = simulate(unseen, hardware=truth.override({"cpu.cores": 8})).step_s
+    assert simulate(unseen, hardware=plenty).step_s == pytest.approx(expected, rel=0.1)
+
+
+def test_the_result_is_a_spec_that_can_be_saved(tmp_path_factory: pytest.TempPathFactory) -> None:
+    result = calibrate(runs([gpu_plan()], slower_gpu_host()))
+    path = tmp_path_factory.mktemp("spec") / "hardware.toml"
+    result.hardware.save(path)
+    assert load_hardware(path) == result.hardware
+    for row in result.report:
+        assert row["value"] >= 0
+        assert row["unit"] in ("s", "bytes/s", "parameters/s")
+
+
+def test_a_trace_of_another_plan_is_refused() -> None:
+    ((_, trace),) = runs([gpu_plan()], GPU)
+    with pytest.raises(SpipeError, match="belongs to another plan"):
+        calibrate([(gpu_plan(schedule="mobius", backward_stages=2), trace)])
+
+
+def test_too_few_steps_are_refused() -> None:
+    with pytest.raises(SpipeError, match=r"has 1 steps after 3 warm-up steps; it takes at least 2"):
+        calibrate(runs([gpu_plan()], GPU, num_steps=4))
+    with pytest.raises(SpipeError, match="at least one run"):
+        calibrate([])
+
+
+def test_impossible_durations_are_refused() -> None:
+    ((plan, trace),) = runs([gpu_plan()], GPU)
+    row = next(row for row, i in enumerate(trace.op) if trace.step[row] == 5 and plan.program().kind[i] == Kind.FORWARD)
+    for end in (trace.start_s[row] - 1.0, math.nan):
+        damaged = dataclasses.replace(trace, end_s=[*trace.end_s[:row], end, *trace.end_s[row + 1 :]])
+        with pytest.raises(SpipeError, match="FORWARD F0 m0 of step 5"):
+            calibrate([(plan, damaged)])
+
+
+def test_different_numbers_of_threads_are_refused() -> None:
+    with pytest.raises(SpipeError, match="1 and 2 threads"):
+        calibrate(runs([laptop_plan(), laptop_plan(compute_threads=2)], LAPTOP))
+
+
+def test_outliers_do_not_move_a_fit() -> None:
+    rows = [[float(n), 1.0] for n in range(1, 11)]
+    values = [3.0 * n + 2.0 for n in range(1, 11)]
+    values[4] *= 5
+    assert nonnegative_fit(rows, values) == pytest.approx([3.0, 2.0], rel=0.01)
+    assert nonnegative_fit([[1.0, 1.0]] * 3, [2.0, 2.0, 2.0], priors=[[0.0, 1.0]]) == pytest.approx(
+        [2.0, 0.0], abs=1e-6
+    )
+    assert min(nonnegative_fit([[1.0, 1.0], [2.0, 1.0]], [3.0, 4.0 / 3])) == 0
+
+
+def test_a_comparison_of_a_plan_with_its_own_simulation_has_no_error() -> None:
+    plan = gpu_plan()
+    result = compare(plan, simulate(plan, num_steps=8).trace)
+    assert result.step_time["error"] == pytest.approx(0, abs=1e-6)
+    assert all(row["ratio"] is None or row["ratio"] == pytest.approx(1, rel=1e-3) for row in result.ops)
+    for row in result.bubbles:
+        assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=1e-3, abs=1e-6)
+
+
+def test_a_comparison_names_what_is_slower_than_predicted() -> None:
+    plan = gpu_plan()
+    slow = GPU.override({"cpu.adam_billion_parameters_per_s": 2.0})
+    result = compare(plan, simulate(plan, hardware=slow, num_steps=8).trace)
+    ratios = {row["kind"]: row["ratio"] for row in result.ops}
+    assert ratios["STEP"] < 0.5
+    assert ratios["FORWARD"] == pytest.approx(1, rel=0.01)
+    causes = {row["cause"]: row for row in result.bubbles}
+    assert causes["optimizer"]["measured_s"] > causes["optimizer"]["predicted_s"]
+    assert result.step_time["error"] < 0
+    assert set(result.to_json()) == {"hardware", "step_time", "ops", "bubbles", "notes"}

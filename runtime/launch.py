@@ -94,9 +94,8 @@ class RankProcesses:
                     what, value = pipes[rank].recv()
                 except (EOFError, OSError):
                     running.discard(rank)
-                    problem = problem or self._death(rank, step)
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
-                    continue
+                    # The others may have noticed the loss before us: the cause comes first. And the dead cannot tell.
+                    return self._death(rank, step)
                 if what == "report":
                     step = value.get("step", step)
                     report(value)
@@ -106,8 +105,6 @@ class RankProcesses:
                     running.discard(rank)
                     problem = problem or value
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-            if problem.startswith("rank") and " ended: " in problem:
-                break  # a dead process cannot tell the others
         return problem
 
     def _death(self, rank: int, step: int) -> str:

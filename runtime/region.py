@@ -109,6 +109,8 @@ class Region:
     def close(self) -> None:
         """Drop the descriptor and stop handing it out."""
         if self._server is not None:
+            with contextlib.suppress(OSError):
+                self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts; closing alone does not
             self._server.close()
             self._server = None
         if self.descriptor >= 0:

@@ -14,7 +14,7 @@ import torch
 
 import spipe
 from spipe import _native
-from spipe.ops import Kind
+from spipe.ops import RECVS, Kind
 from spipe.program import Program
 from spipe.runtime.job import Job
 from spipe.runtime.settlement import Settlement
@@ -120,7 +120,7 @@ def write_results(job: Job, store: Store, settlement: Settlement, about: dict[st
 def measured_trace(program: Program, store: Store, first_step: int) -> Trace:
     """All ranks' times on one clock. An op is ready when its last dependency ends (or when the job starts).
 
-    Both halves of a message have the same start, when both sides were there, and the same end.
+    Both halves of a message have the same start, when both sides were there, and the same end, when it had arrived.
     """
     trace = Trace.empty(program, "measured")
     origin = float(store.step_ends[0].max())
@@ -131,7 +131,8 @@ def measured_trace(program: Program, store: Store, first_step: int) -> Trace:
         for i, partner in enumerate(program.partner):
             if partner > i:
                 start[i] = start[partner] = max(start[i], start[partner])
-                end[i] = end[partner] = max(end[i], end[partner], start[i])
+                received = partner if program.kind[partner] in RECVS else i
+                end[i] = end[partner] = max(end[received], start[i])
         for i in range(len(program)):
             before = [end[d] for d in program.dependencies[i]]
             if previous is not None:

@@ -1,0 +1,144 @@
+"""The layers against straightforward formulas, initial values, and the optimizer against torch's."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import Reference
+
+from spipe.errors import SpipeError
+from spipe.model import MODELS, ModelSpec
+from spipe.plan import Plan
+from spipe.runtime import layers
+
+MODEL = ModelSpec(
+    name="odd", num_layers=2, hidden_size=24, ffn_size=40, num_heads=6, num_kv_heads=2, head_dim=8, vocab_size=50,
+    attention_bias=True, qk_norm=True,
+)  # fmt: skip
+
+
+def _parameters(model: ModelSpec, kind: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    shapes = model.parameter_shapes(kind)  # type: ignore[arg-type]
+    return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, model: ModelSpec) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + model.norm_epsilon).sqrt() * weight
+
+
+def _plain_block(p: dict[str, torch.Tensor], x: torch.Tensor, model: ModelSpec) -> torch.Tensor:
+    """The same block with complex rotations, an explicit mask and explicit key/value groups."""
+    b, s, _ = x.shape
+    d, groups = model.head_dim, model.num_heads // model.num_kv_heads
+    y = _norm(x, p["input_layernorm.weight"], model)
+    heads = {}
+    for name in "qkv":
+        z = y @ p[f"self_attn.{name}_proj.weight"].T + p.get(f"self_attn.{name}_proj.bias", torch.zeros(()))
+        heads[name] = z.view(b, s, -1, d)
+    angles = torch.arange(s)[:, None] / model.rope_theta ** (torch.arange(0, d, 2) / d)
+    turn = torch.polar(torch.ones_like(angles), angles)[None, :, None, :]
+    for name in "qk":
+        if model.qk_norm:
+            heads[name] = _norm(heads[name], p[f"self_attn.{name}_norm.weight"], model)
+        turned = torch.complex(heads[name][..., : d // 2], heads[name][..., d // 2 :]) * turn
+        heads[name] = torch.cat((turned.real, turned.imag), -1)
+    out = torch.zeros(b, s, model.num_heads, d)
+    for head in range(model.num_heads):
+        q, k, v = heads["q"][:, :, head], heads["k"][:, :, head // groups], heads["v"][:, :, head // groups]
+        scores = q @ k.transpose(1, 2) / math.sqrt(d)
+        scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -math.inf)
+        out[:, :, head] = scores.softmax(-1) @ v
+    x = x + out.reshape(b, s, -1) @ p["self_attn.o_proj.weight"].T
+    y = _norm(x, p["post_attention_layernorm.weight"], model)
+    gate = y @ p["mlp.gate_proj.weight"].T
+    return x + (gate * gate.sigmoid() * (y @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
+
+
+@pytest.mark.parametrize("model", [MODEL, MODELS["tiny"]], ids=lambda model: model.name)
+def test_a_block_is_what_its_formula_says(model: ModelSpec) -> None:
+    p = _parameters(model, "block")
+    x = torch.randn(2, 9, model.hidden_size, generator=torch.Generator().manual_seed(1))
+    rotary = layers.RotaryTable.build(model, 9, torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(layers.block(p, x, model, rotary), _plain_block(p, x, model), rtol=1e-4, atol=1e-4)
+
+
+def test_the_head_is_a_mean_over_tokens() -> None:
+    p, labels = _parameters(MODEL, "head"), torch.randint(50, (2, 5))
+    x = torch.randn(2, 5, 24)
+    logits = _norm(x, p["norm.weight"], MODEL) @ p["lm_head.weight"].T
+    expected = torch.stack([F.cross_entropy(logits[i], labels[i]) for i in range(2)]).mean()
+    torch.testing.assert_close(layers.head(p, x, labels, MODEL), expected)
+    half = {name: value.bfloat16() for name, value in p.items()}
+    assert layers.head(half, x.bfloat16(), labels, MODEL).dtype == torch.float32
+
+
+def test_scaled_rotary_positions() -> None:
+    def table(scaling: dict[str, object] | None) -> torch.Tensor:
+        model = MODEL.model_copy(update={"rope_scaling": scaling})
+        return layers.RotaryTable.build(model, 32, torch.float32, torch.device("cpu")).sin
+
+    plain, linear = table(None), table({"rope_type": "linear", "factor": 2.0})
+    torch.testing.assert_close(linear[::2], plain[:16])
+    llama3 = table(
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    )
+    torch.testing.assert_close(llama3[:, 0], plain[:, 0])  # fast rotations stay as they are
+    torch.testing.assert_close(llama3[8, 3].asin() * 8, plain[8, 3].asin())  # slow ones are stretched
+    with pytest.raises(SpipeError, match="'yarn' cannot be run"):
+        table({"rope_type": "yarn", "factor": 4.0})
+    with pytest.raises(SpipeError, match="lacks 'factor'"):
+        table({"rope_type": "linear"})
+
+
+def test_initial_values_depend_on_seed_layer_and_name_alone() -> None:
+    model = MODELS["tiny"]
+
+    def initial(seed: int, layer: int, name: str, threads: int = 1) -> torch.Tensor:
+        out = torch.zeros(700, 1000)
+        layers.initialize(model, seed, layer, name, out, threads)
+        return out
+
+    a = initial(0, 1, "mlp.up_proj.weight")
+    assert torch.equal(a, initial(0, 1, "mlp.up_proj.weight", threads=3))
+    for other in (initial(1, 1, "mlp.up_proj.weight"), initial(0, 2, "mlp.up_proj.weight"), initial(0, 1, "x.weight")):
+        assert not torch.equal(a, other)
+        assert abs(torch.corrcoef(torch.stack((a.view(-1), other.view(-1))))[0, 1]) < 0.01
+    assert abs(a.std() - 0.02) < 1e-4
+    assert abs(a.mean()) < 1e-4
+    assert abs(initial(0, 1, "mlp.down_proj.weight").std() - 0.02 / math.sqrt(12)) < 1e-4
+    assert (initial(0, 1, "input_layernorm.weight") == 1).all()
+    assert (initial(0, 1, "self_attn.q_proj.bias") == 0).all()
+
+
+def test_200_steps_have_the_losses_of_torch_adamw(small_plan: Callable[..., Plan]) -> None:
+    optimizer = {"learning_rate": 5e-4, "weight_decay": 0.1}
+    plan = small_plan(1, backward=1, microbatches=2, optimizer=optimizer)
+    ours = Reference(plan)
+    theirs = Reference(plan)
+    adam = plan.optimizer
+    torch_adamw = torch.optim.AdamW(
+        theirs.masters.values(),
+        lr=adam.learning_rate,
+        betas=(adam.beta1, adam.beta2),
+        eps=adam.epsilon,
+        weight_decay=adam.weight_decay,
+    )
+    theirs.weights = theirs.masters
+    for _ in range(200):
+        ours.step()
+        totals = theirs.gradients(len(theirs.losses))
+        for key, master in theirs.masters.items():
+            master.grad = totals[key]
+        torch_adamw.step()
+    assert ours.losses[-1] < ours.losses[0] - 0.5
+    worst = max(abs(a - b) / b for a, b in zip(ours.losses, theirs.losses, strict=True))
+    assert worst < 1e-5

@@ -1,0 +1,79 @@
+"""A non-finite gradient anywhere leaves weights, moments and step count as they were, to the last bit."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reference import Reference, differences
+
+from spipe.plan import Plan
+from spipe.runtime import RunResult
+from spipe.runtime.hooks import TestHooks
+from spipe.trace import Trace
+
+STEPS = 6
+BAD_STEP = 2
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("place", ["first to finish", "middle", "last to finish"])
+@pytest.mark.parametrize("optimizer", ["async", "sync"])
+def test_an_infinite_gradient_changes_nothing_but_the_loss_scale(
+    run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan], precision: str, place: str, optimizer: str
+) -> None:
+    scale = {"initial": 1024.0, "window": 2}
+    plan = small_plan(
+        2, backward=2, microbatches=2, precision=precision, loss_scale=scale, options={"optimizer": optimizer}
+    )
+    stages = plan.layout.backward
+    k = {"first to finish": len(stages) - 1, "middle": 1, "last to finish": 0}[place]
+    reference = Reference(plan, overflow=((BAD_STEP, stages[k].first),)).run(STEPS)
+    messages: list[dict[str, Any]] = []
+    result = run_plan(plan, STEPS, hooks=TestHooks(overflow=((BAD_STEP, k),)), log=messages.append, trace_steps=STEPS)
+    assert result.skipped_steps == reference.skipped == [BAD_STEP]
+    assert result.losses == reference.losses
+    assert differences(torch.load(result.output / "state.pt"), reference.state) == []
+    assert result.summary["loss_scale"] == reference.scale
+    assert result.summary["num_updates"] == reference.updates == STEPS - 1
+    rows = [json.loads(line) for line in (result.output / "metrics.jsonl").read_text().splitlines()]
+    assert [row["skipped"] for row in rows] == [step == BAD_STEP for step in range(STEPS)]
+    if precision == "fp16":  # two good steps double, the overflow halves
+        assert [row["loss_scale"] for row in rows] == [1024, 1024, 2048, 1024, 1024, 2048]
+    assert any(f"step {BAD_STEP}" in row.get("message", "") for row in messages)
+    notes = Trace.load(result.output / "trace.json").notes
+    assert {step for step, _ in notes} <= {BAD_STEP}
+    if optimizer == "sync":
+        assert set(notes.values()) == {"bypass"}
+
+
+def test_a_speculative_step_is_rolled_back(run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan]) -> None:
+    """The bottom stage overflows last; the stages above have stepped by then (their ops are not delayed)."""
+    plan = small_plan(1, backward=4, microbatches=4)
+    result = run_plan(plan, STEPS, hooks=TestHooks(overflow=((BAD_STEP, 0),)), trace_steps=STEPS)
+    trace = Trace.load(result.output / "trace.json")
+    undone = {trace.names[op] for (_, op), note in trace.notes.items() if note == "rollback"}
+    assert any(name.startswith("COMMIT B3") for name in undone)
+
+
+def test_overflow_in_the_first_step_and_twice_in_a_row(
+    run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan]
+) -> None:
+    plan = small_plan(2, precision="fp16", microbatches=2)
+    bad = ((0, 0), (1, 3))
+    layers = tuple((step, plan.layout.backward[k].first) for step, k in bad)
+    reference = Reference(plan, overflow=layers).run(4)
+    result = run_plan(plan, 4, hooks=TestHooks(overflow=bad))
+    assert result.skipped_steps == reference.skipped == [0, 1]
+    assert differences(torch.load(result.output / "state.pt"), reference.state) == []
+
+
+def test_a_real_overflow_of_fp16(run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan]) -> None:
+    """A loss scale that is too large halves until the gradients fit."""
+    plan = small_plan(2, precision="fp16", microbatches=2, loss_scale={"initial": 2.0**20})
+    reference = Reference(plan).run(STEPS)
+    assert reference.skipped == [0, 1, 3]
+    result = run_plan(plan, STEPS)
+    assert result.skipped_steps == reference.skipped
+    assert differences(torch.load(result.output / "state.pt"), reference.state) == []

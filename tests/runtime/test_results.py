@@ -1,0 +1,70 @@
+"""What a run leaves behind."""
+
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+
+from spipe.errors import SpipeError
+from spipe.metrics import analyse
+from spipe.ops import SENDS
+from spipe.plan import Plan
+from spipe.runtime import RunResult
+from spipe.trace import Trace
+
+STEPS = 4
+
+
+def test_the_trace_respects_the_program(run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan]) -> None:
+    plan = small_plan(2, backward=3, tied=True)
+    program = plan.program()
+    result = run_plan(plan, STEPS, trace_steps=2)
+    trace = Trace.load(result.output / "trace.json")
+    trace.check_matches(program, "test")
+    assert trace.source == "measured"
+    assert trace.steps() == [2, 3]
+    assert len(trace) == 2 * len(program)
+    row = {(step, op): n for n, (step, op) in enumerate(zip(trace.step, trace.op, strict=True))}
+    for (step, op), n in row.items():
+        assert trace.ready_s[n] <= trace.start_s[n] <= trace.end_s[n]
+        assert trace.cpu_s[n] >= 0
+        # A message has one start for both sides, and a mailbox lets the sender go before the receiver has it.
+        slack = 0.0 if program.partner[op] < 0 else math.inf
+        for dependency in program.dependencies[op]:
+            if program.kind[dependency] not in SENDS:
+                assert trace.end_s[row[step, dependency]] <= trace.start_s[n] + slack
+        if step == 3:
+            for dependency in program.carried[op]:
+                if program.kind[dependency] not in SENDS:
+                    assert trace.end_s[row[2, dependency]] <= trace.start_s[n] + slack
+        if program.partner[op] >= 0:
+            partner = row[step, program.partner[op]]
+            assert (trace.start_s[n], trace.end_s[n]) == (trace.start_s[partner], trace.end_s[partner])
+
+
+def test_metrics_and_summary(run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan]) -> None:
+    plan = small_plan(2)
+    rows: list[dict[str, object]] = []
+    result = run_plan(plan, STEPS, log=rows.append)
+    written = [json.loads(line) for line in (result.output / "metrics.jsonl").read_text().splitlines()]
+    assert written == rows
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert [row["loss"] for row in rows] == result.losses
+    assert all(row["tokens_per_s"] == plan.tokens_per_step / row["step_s"] for row in written)
+    assert Plan.load(result.output / "plan.json") == plan
+    assert result.summary["num_updates"] == STEPS
+    assert result.summary["ops_per_step"]["BACKWARD"] == 4 * 4
+    assert RunResult.load(result.output) == result
+    with pytest.raises(SpipeError, match="no result of a finished run"):
+        RunResult.load(result.output / "nowhere")
+
+
+def test_measured_traces_have_metrics(run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan]) -> None:
+    plan = small_plan(2)
+    result = run_plan(plan, STEPS)
+    found = analyse(plan.program(), Trace.load(result.output / "trace.json"), STEPS - 1)
+    window_s = found.window_s[1] - found.window_s[0]
+    for rank in range(2):
+        assert found.busy_s[rank] > 0
+        assert found.busy_s[rank] + sum(found.bubbles[rank].values()) == pytest.approx(window_s, rel=1e-9)

@@ -5,7 +5,7 @@ Runs on two CPU ranks, one thread each. Predictions of the plans to be judged ar
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from spipe.cli.common import step_log
 from spipe.errors import SpipeError
+from spipe.ops import COMPUTE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,7 +81,7 @@ def run(folder: Path | None, to: "Console", say: Say) -> dict[str, Any]:
 
     begin = time.monotonic()
     folder = new_folder(folder)
-    hardware = load_hardware(HARDWARE)
+    hardware = load_hardware(HARDWARE).override({"cpu.cores": usable_cores()})
     with _ranks() as processes:
         simulation = search(hardware, folder, to)
         losses, measured_s = train(simulation, folder, processes, to, say)
@@ -104,13 +105,20 @@ def run(folder: Path | None, to: "Console", say: Say) -> dict[str, Any]:
     return result
 
 
+def usable_cores() -> int:
+    """Cores that this process may use: the one fact about the machine that needs no measurement."""
+    from spipe import _native
+
+    return int(_native.features()["usable_cores"])
+
+
 def search(hardware: "HardwareSpec", folder: Path, to: "Console") -> "Simulation":
     """Find a plan and show what its simulation says."""
     from spipe import show, sim
     from spipe.model import load_model
     from spipe.plan import AdamW
 
-    _head(to, "1", f"Search a plan for {MODEL} on {NUM_RANKS} ranks of {HARDWARE}")
+    _head(to, "1", f"Search a plan for {MODEL} on {NUM_RANKS} ranks of {HARDWARE} with {hardware.cpu.cores} cores")
     found = sim.search(
         load_model(MODEL),
         hardware,
@@ -143,6 +151,7 @@ def train(simulation: "Simulation", folder: Path, processes: Any, to: "Console",
         f"step: predicted {show.seconds(simulation.step_s)} from assumed numbers, measured "
         f"{show.seconds(done.median_step_s)} ({show.error(simulation.step_s, done.median_step_s)})"
     )
+    warn_if_busy([folder / "run"], to)
     return losses, done.median_step_s
 
 
@@ -154,7 +163,7 @@ def calibrate(plan: "Plan", folder: Path, hardware: "HardwareSpec", to: "Console
     _head(to, "3", "Calibrate the hardware description with that run")
     calibration = sim.calibrate([(plan, Trace.load(folder / "run" / "trace.json"))], hardware)
     calibration.hardware.save(folder / "hardware.toml")
-    show.calibration(to, calibration)
+    show.calibration(to, calibration.report, calibration.runs)
     return calibration
 
 
@@ -179,6 +188,7 @@ def judge(
         done = _train(plan, folder / f"run-{name}", JUDGED_STEPS, processes, say)
         judged.append(Judged(name, *predicted[name], done.median_step_s))
     show.judged(to, [asdict(each) for each in judged])
+    warn_if_busy([folder / f"run-{name}" for name in plans], to)
     return judged
 
 
@@ -203,6 +213,28 @@ def other_plans(hardware: "HardwareSpec") -> "dict[str, Plan]":
         )
         for name, (schedule, forward, backward, microbatch, batch) in OTHERS.items()
     }
+
+
+def warn_if_busy(runs: Iterable[Path], to: "Console") -> None:
+    """Say so if other programs kept the processor from our compute ops: a prediction is for a machine to itself."""
+    shares = [processor_share(run) for run in runs]
+    if min(shares) < 0.9:
+        to.print(
+            f"note: compute ops had the processor for only {min(shares):.0%} of their time; something else uses it, "
+            "which no prediction knows of. Try again on an idle machine.",
+            soft_wrap=True,
+        )
+
+
+def processor_share(run: Path) -> float:
+    """Processor time of a run's compute ops over their duration; below 1 where other threads had their core."""
+    from spipe.trace import Trace
+
+    trace = Trace.load(run / "trace.json")
+    names = {kind.name for kind in COMPUTE}
+    rows = [row for row, i in enumerate(trace.op) if trace.names[i].split()[0] in names]
+    duration_s = sum(trace.end_s[row] - trace.start_s[row] for row in rows)
+    return sum(trace.cpu_s[row] for row in rows) / duration_s
 
 
 def _predict(plan: "Plan", hardware: "HardwareSpec") -> float:

@@ -329,3 +329,55 @@ def judged(to: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     ]
     columns = ("plan", "before calibration", "error", "after calibration", "error", "measured")
     to.print(table("Step time: predicted, then measured", columns, made))
+
+
+def calibration(to: Console, fits: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> None:
+    """What a calibration fitted, and how well the fitted hardware predicts the runs it was fitted to."""
+    made = [
+        (row["what"], _quantity(row["value"], row["unit"]), percent(row["spread"], 1.0), str(row["samples"]))
+        for row in fits
+    ]
+    to.print(table("Fitted", ("what", "value", "spread", "samples"), made))
+    columns = ("run", "predicted now", "measured", "error")
+    rows = [
+        (
+            str(row["run"]),
+            seconds(row["predicted_s"]),
+            seconds(row["measured_s"]),
+            error(row["predicted_s"], row["measured_s"]),
+        )
+        for row in runs
+    ]
+    to.print(table("Step time of the runs it was fitted to", columns, rows))
+
+
+def _quantity(value: float, unit: str) -> str:
+    if unit == "s":
+        return seconds(value)
+    if unit == "bytes/s":
+        return f"{_three(value / 1e9)} GB/s"
+    return f"{count(value)} {unit}"
+
+
+def comparison(
+    to: Console, step_time: Mapping[str, float], ops: Sequence[Mapping[str, Any]], bubbles: Sequence[Mapping[str, Any]]
+) -> None:
+    """A prediction beside a measurement: step time, kinds of ops, where the ranks' time went."""
+    predicted_s, measured_s = step_time["predicted_s"], step_time["measured_s"]
+    to.print(
+        f"step: predicted {seconds(predicted_s)}, measured {seconds(measured_s)}, {error(predicted_s, measured_s)}"
+    )
+    made = [
+        (row["kind"], str(row["count"]), *_beside(row["predicted_total_s"], row["measured_total_s"]))
+        for row in sorted(ops, key=lambda row: -float(row["measured_total_s"]))
+        if row["predicted_total_s"] or row["measured_total_s"]
+    ]
+    columns = ("op", "a step", "predicted", "measured", "error")
+    to.print(table("Seconds of all ops of a kind in a step", columns, made))
+    shown = [row for row in bubbles if row["predicted_s"] or row["measured_s"]]
+    rows = [(row["cause"], *_beside(row["predicted_s"], row["measured_s"])) for row in shown]
+    to.print(table("Where the time of all ranks' compute lanes goes", ("cause", *columns[2:]), rows))
+
+
+def _beside(predicted_s: float, measured_s: float) -> tuple[str, str, str]:
+    return seconds(predicted_s), seconds(measured_s), error(predicted_s, measured_s) if measured_s else ""

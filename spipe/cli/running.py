@@ -21,6 +21,8 @@ from spipe.cli.common import (
 from spipe.errors import SpipeError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from spipe.plan import Plan
     from spipe.trace import Trace
 
@@ -127,7 +129,7 @@ def calibrate(
     result = sim.calibrate(measured, start)
     result.hardware.save(output_file)
     progress(f"wrote {output_file}")
-    output.show({}, lambda console: show.calibration(console, result))
+    output.show(result.to_json(), lambda console: show.calibration(console, result.report, result.runs))
 
 
 def compare(
@@ -153,7 +155,12 @@ def compare(
     from spipe import show, sim
 
     result = sim.compare(chosen, trace, override)
-    output.show({}, lambda console: show.comparison(console, result))
+
+    def render(console: "Console") -> None:
+        show.comparison(console, result.step_time, result.ops, result.bubbles)
+        show.notes(console, result.simulation.notes)
+
+    output.show(result.to_json(), render)
 
 
 def demo(

@@ -1,0 +1,61 @@
+"""Run, calibrate and compare as a user does; the demo as a whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spipe.hardware import load_hardware
+from spipe.metrics import CAUSES
+
+from .conftest import Command
+
+
+def test_run_calibrate_compare(command: Command, plan_file: Path, tmp_path: Path) -> None:
+    run, hardware = tmp_path / "run", tmp_path / "hardware.toml"
+    ran = command("run", plan_file, "--steps", 6, "-o", run, "--device", "cpu", "--json", "-")
+    assert ran.code == 0, ran.err
+    result = json.loads(ran.out)
+    assert len(result["losses"]) == 6
+    assert "step 6 of 6: loss" in ran.err
+    assert {path.name for path in run.iterdir()} == {"plan.json", "trace.json", "metrics.jsonl", "result.json"}
+
+    assert "already holds a run" in command("run", plan_file, "--steps", 1, "-o", run).err
+    calibrated = command("calibrate", run, "-o", hardware, "--json", "-")
+    assert calibrated.code == 0, calibrated.err
+    assert json.loads(calibrated.out)["runs"][0]["measured_s"] > 0
+    assert load_hardware(hardware).measured
+    assert "exists; give another name" in command("calibrate", run, "-o", hardware).err
+
+    compared = command("compare", plan_file, run, "--hardware", hardware, "--json", "-")
+    assert compared.code == 0, compared.err
+    rows = json.loads(compared.out)["bubbles"]
+    assert [row["cause"] for row in rows] == ["busy", *CAUSES]
+    assert "step: predicted" in command("compare", plan_file, run).out
+
+
+def test_a_run_of_another_plan_is_refused(command: Command, plan_file: Path, tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other.json"
+    assert command("run", plan_file, "--steps", 5, "-o", run).code == 0
+    search = ["search", "--model", "tiny", "--hardware", "laptop", "--global-batch", 6, "--sequence", 32]
+    assert command(*search, "--ranks", 1, "-o", other).code == 0
+    refused = command("compare", other, run)
+    assert refused.code == 2
+    assert "belongs to another plan" in refused.err
+
+
+@pytest.mark.slow
+def test_demo(command: Command, tmp_path: Path) -> None:
+    result = command("demo", "-o", tmp_path / "demo", "--json", "-")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert 5.2 < found["loss_first"] < 5.9
+    assert found["loss_last"] < 3.0
+    assert sum(found["bubbles"].values()) == pytest.approx(found["idle_s"], rel=1e-9)
+    assert len(found["judged"]) == 3
+    assert found["elapsed_s"] < 300
+    assert json.loads((tmp_path / "demo" / "predictions.json").read_text()) == {
+        each["plan"]: {key: each[key] for key in ("predicted_before_s", "predicted_after_s")}
+        for each in found["judged"]
+    }
+    assert "makes a folder of its own" in command("demo", "-o", tmp_path / "demo").err

@@ -11,13 +11,14 @@ has been issued, because every op of a step depends on a VALIDATE or on slots of
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from spipe import _native
 from spipe.errors import SpipeError
+from spipe.plan import Plan
 from spipe.program import Program
 from spipe.runtime.region import Region, Span, bytes_of
 from spipe.runtime.store import Store
@@ -46,7 +47,7 @@ class Device(Protocol):
         """Copy between equal contiguous tensors, in the order of the lane."""
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """The lane reads a tensor that the compute lane allocated and may drop before the read is done."""
+        """The lane is about to read a tensor that the compute lane allocated and drops before the read is done."""
 
     def finish_lane(self) -> None:
         """Wait for the lane's copies so far."""
@@ -63,6 +64,12 @@ class Device(Protocol):
     def register(self, region: Region, span: Span) -> str | None:
         """Page-lock a part of the region; what went wrong, if it cannot be."""
 
+    def require_memory(self, items: Mapping[str, int], sharers: int) -> None:
+        """Raises SpipeError unless the device has room for what ``sharers`` ranks put on it."""
+
+    def peak_bytes(self) -> int:
+        """Most memory of its own that the device had in use; 0 if it has none."""
+
     def close(self) -> None:
         """Release what the device holds."""
 
@@ -70,7 +77,7 @@ class Device(Protocol):
 class CpuDevice:
     """Ranks that compute on CPU threads."""
 
-    def __init__(self, compute_threads: int, pool: _native.WorkerPool | None = None) -> None:
+    def __init__(self, compute_threads: int) -> None:
         self.device = torch.device("cpu")
         self.compute_threads = compute_threads
         self.summary = f"cpu, {compute_threads} compute thread{'s' * (compute_threads > 1)} a rank"
@@ -101,13 +108,18 @@ class CpuDevice:
     def register(self, region: Region, span: Span) -> str | None:
         return None
 
+    def require_memory(self, items: Mapping[str, int], sharers: int) -> None: ...  # counted as host memory
+
+    def peak_bytes(self) -> int:
+        return 0
+
     def close(self) -> None: ...
 
 
 class CudaDevice:
     """Ranks that compute on a CUDA device: a stream per GPU lane."""
 
-    def __init__(self, program: Program, rank: int, index: int) -> None:
+    def __init__(self, program: Program, rank: int, index: int, memory_bytes: float) -> None:
         if not torch.cuda.is_available():
             raise SpipeError("the plan is for device cuda, but PyTorch finds no CUDA device here")
         if index >= torch.cuda.device_count():
@@ -116,6 +128,11 @@ class CudaDevice:
         torch.cuda.set_device(self.device)
         torch.zeros(1, device=self.device)  # makes the context before any thread does
         self.summary = f"cuda:{index}, {torch.cuda.get_device_name(index)}"
+        total = cuda.mem_get_info(self.device)[1]
+        self.memory_bytes = min(memory_bytes, total)
+        if memory_bytes < 0.99 * total:  # the plan is for a smaller device: hold it to that
+            cuda.set_per_process_memory_fraction(memory_bytes / total, self.device)
+            self.summary += f", limited to {memory_bytes / 2**30:.1f} GiB"
         self._streams = {
             lane: cuda.Stream(self.device)
             for lane in {program.lane[i] for i in program.of_rank(rank)}
@@ -193,14 +210,18 @@ class CudaDevice:
         target.copy_(source, non_blocking=True)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        tensor.record_stream(torch.cuda.current_stream(self.device))
+        # Waiting for the producer here bounds how far the compute lane issues ahead of its messages, and so how many
+        # dropped tensors the allocator has to hold back.
+        stream = cuda.current_stream(self.device)
+        stream.synchronize()
+        tensor.record_stream(stream)
 
     def finish_lane(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
 
     def statistics(self, gradient: torch.Tensor, dtype: str) -> Callable[[], tuple[bool, float]]:
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-        result = torch.empty((), dtype=torch.float64, pin_memory=True)
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        result = torch.empty((), dtype=torch.float32, pin_memory=True)
         result.copy_(norm, non_blocking=True)
 
         def ask() -> tuple[bool, float]:
@@ -241,6 +262,21 @@ class CudaDevice:
             self._registered.append(pointer)
         return None
 
+    def require_memory(self, items: Mapping[str, int], sharers: int) -> None:
+        free, total = cuda.mem_get_info(self.device)
+        free = min(free, self.memory_bytes)
+        needed = sum(items.values()) * sharers
+        if needed > free:
+            rows = "\n".join(f"  {name:<28} {size / 2**30:10.3f} GiB" for name, size in items.items())
+            raise SpipeError(
+                f"{self.summary}: {sharers} rank{'s' * (sharers > 1)} need {needed / 2**30:.3f} GiB of device memory, "
+                f"{free / 2**30:.3f} of {total / 2**30:.3f} GiB are free\n{rows}\n"
+                "Use a smaller microbatch, finer stages or more ranks"
+            )
+
+    def peak_bytes(self) -> int:
+        return int(cuda.max_memory_allocated(self.device))
+
     def close(self) -> None:
         runtime = cuda.cudart()
         for pointer in self._registered:
@@ -248,16 +284,16 @@ class CudaDevice:
         self._registered.clear()
 
 
-def make_device(kind: str, program: Program, rank: int, local_rank: int, compute_threads: int) -> Device:
+def make_device(plan: Plan, rank: int) -> Device:
     """The device of a rank. Ranks beyond the number of CUDA devices share them, round-robin."""
-    if kind == "cpu":
-        return CpuDevice(compute_threads)
-    return CudaDevice(program, rank, local_rank % max(torch.cuda.device_count(), 1))
+    if plan.hardware.device == "cpu":
+        return CpuDevice(plan.compute_threads)
+    index = rank % max(torch.cuda.device_count(), 1)
+    return CudaDevice(plan.program(), rank, index, plan.hardware.accelerator.memory_bytes)
 
 
-def peers_share_devices(num_ranks: int) -> bool:
-    """Whether some of a host's ranks have to share a CUDA device."""
-    return num_ranks > torch.cuda.device_count()
-
-
-__all__ = ["CpuDevice", "CudaDevice", "Device", "make_device", "peers_share_devices"]
+def ranks_per_device(plan: Plan) -> int:
+    """The most ranks that share a device of this host."""
+    if plan.hardware.device == "cpu":
+        return 1
+    return -(-plan.layout.num_ranks // max(torch.cuda.device_count(), 1))

@@ -39,7 +39,10 @@ class RankProcesses:
         for _ in range(num_ranks):
             ours, theirs = connections.Pipe()
             command = [sys.executable, "-m", "spipe.runtime.rank_process", str(theirs.fileno())]
-            self.processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment))
+            # A session of its own: Ctrl-C reaches the launcher only, which ends the ranks.
+            self.processes.append(
+                subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True)
+            )
             theirs.close()
             self.pipes.append(ours)
         self.pipes[0].send(("serve", None))

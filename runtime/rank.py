@@ -1,6 +1,7 @@
 """One rank's part of a run, from rendezvous to results. The same code under every launcher."""
 
 import os
+import resource
 import time
 import traceback
 from collections.abc import Callable
@@ -11,8 +12,9 @@ import torch
 
 from spipe import _native
 from spipe.errors import SpipeError
+from spipe.memory import memory
 from spipe.runtime.data import Corpus
-from spipe.runtime.devices import make_device, peers_share_devices
+from spipe.runtime.devices import make_device, ranks_per_device
 from spipe.runtime.executor import Executor, Watchdog
 from spipe.runtime.failure import AbortedRunError, RunFailedError
 from spipe.runtime.handlers import Handlers
@@ -75,16 +77,20 @@ def _open_store(job: Job, rank: int, rendezvous: KeyValueStore) -> Store:
 def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: Report) -> None:
     plan, program, num_ranks = job.plan, job.plan.program(), job.num_ranks
     kind = plan.hardware.device
-    device = make_device(kind, program, rank, rank, plan.compute_threads)
-    name = choose_transport(job.transport, kind, num_ranks, kind == "cuda" and peers_share_devices(num_ranks))
+    device, sharers = make_device(plan, rank), ranks_per_device(plan)
+    device.require_memory(memory(plan).ranks[rank], sharers)
+    name = choose_transport(job.transport, kind, num_ranks, sharers > 1)
     threads = plan.optimizer_threads or max(1, _native.features()["usable_cores"] // num_ranks)
-    if rank == 0:
-        store.region.advise_huge_pages()
+    store.region.advise_huge_pages()
+    share = store.layout.data_span.num_bytes // num_ranks
+    store.region.populate(store.layout.data_span.offset + rank * share, share, threads)
     masters = MasterState(plan, rank, store)
     masters.initialize(plan, store, threads)
     settlement = Settlement(plan, program, rank, store, masters, threads, job.hooks)
     pids = _exchange_pids(rank, num_ranks, rendezvous)
     settlement.meet("phase", 0)  # every weight is in place, and all of the region has its pages
+    if rank == 0 and kind == "cuda":
+        report({"message": f"page-locking {store.layout.data_span.num_bytes / 2**30:.1f} GiB of host memory"})
     problem = device.register(store.region, store.layout.data_span)
     if problem:
         report({"message": f"rank {rank}: {problem}"})
@@ -105,6 +111,7 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
             if reporter:
                 reporter.join()
     device.resolve_times(store, job.traced_from)
+    store.peaks[rank] = device.peak_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if job.dump_state:
         _dump_part(job, rank, store, masters)
     settlement.meet("phase", 2)

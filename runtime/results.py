@@ -40,12 +40,19 @@ class Reporter:
 
     def _follow(self) -> None:
         flags, abort = self.store.flags, self.store.layout.abort
+        try:
+            self._write_rows()
+        except _native.AbortedError:
+            pass
+        except Exception as error:
+            self.store.write_error(0, f"rank 0, metrics of {self.job.output}: {error}")
+            flags.abort(abort)
+
+    def _write_rows(self) -> None:
+        flags, abort = self.store.flags, self.store.layout.abort
         with open(self.job.output / "metrics.jsonl", "w", buffering=1) as file:
             for step in range(self.job.steps):
-                try:
-                    flags.wait(self.settlement.validate_op, step + 1, inf, abort)
-                except _native.AbortedError:
-                    return
+                flags.wait(self.settlement.validate_op, step + 1, inf, abort)
                 row = metrics_row(self.job, self.store, self.settlement, step)
                 file.write(json.dumps(row) + "\n")
                 self.report(row)
@@ -98,6 +105,8 @@ def write_results(job: Job, store: Store, settlement: Settlement, about: dict[st
         "loss_scale": settlement.scaling[job.steps].loss_scale,
         "num_updates": settlement.scaling[job.steps].num_updates,
         "num_ranks": job.num_ranks,
+        "peak_device_bytes": [int(peak) for peak in store.peaks[:, 0]],
+        "peak_resident_bytes": [int(peak) for peak in store.peaks[:, 1]],
         "ops_per_step": {Kind(kind).name: n for kind, n in sorted(Counter(program.kind).items())},
         "traced_steps": [job.traced_from, job.steps],
         "plan": job.plan.digest(),

@@ -95,6 +95,15 @@ class GroupTransport:
                 prefix = prefixed(store, f"lane{number}")
                 make = _gloo_group if name == "gloo" else _nccl_group
                 self.groups[number] = make(prefix, mine, timeout_s), 1 - mine
+                if name == "nccl":
+                    self._connect(number, mine)
+
+    def _connect(self, lane: int, mine: int) -> None:
+        """Make the lane's communicator now: the first message does, and all ranks are here in the order of lanes."""
+        group, peer = self.groups[lane]
+        first = torch.zeros(1, device=self.device.device)
+        (group.recv if mine else group.send)([first], peer, 0).wait()
+        self.device.finish_lane()
 
     def send(self, op: int, step: int, tensor: torch.Tensor) -> None:
         group, peer = self.groups[self.lane_of[op]]

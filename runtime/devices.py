@@ -10,6 +10,7 @@ has been issued, because every op of a step depends on a VALIDATE or on slots of
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -120,14 +121,14 @@ class CudaDevice:
     """Ranks that compute on a CUDA device: a stream per GPU lane."""
 
     def __init__(self, program: Program, rank: int, index: int, memory_bytes: float) -> None:
-        if not torch.cuda.is_available():
+        if not cuda.is_available():
             raise SpipeError("the plan is for device cuda, but PyTorch finds no CUDA device here")
-        if index >= torch.cuda.device_count():
-            raise SpipeError(f"rank {rank} should use CUDA device {index}, but there are {torch.cuda.device_count()}")
+        if index >= cuda.device_count():
+            raise SpipeError(f"rank {rank} should use CUDA device {index}, but there are {cuda.device_count()}")
         self.device = torch.device("cuda", index)
-        torch.cuda.set_device(self.device)
-        torch.zeros(1, device=self.device)  # makes the context before any thread does
-        self.summary = f"cuda:{index}, {torch.cuda.get_device_name(index)}"
+        cuda.set_device(self.device)
+        cuda.synchronize(self.device)  # makes the context before any thread does
+        self.summary = f"cuda:{index}, {cuda.get_device_name(index)}"
         total = cuda.mem_get_info(self.device)[1]
         self.memory_bytes = min(memory_bytes, total)
         if memory_bytes < 0.99 * total:  # the plan is for a smaller device: hold it to that
@@ -139,11 +140,11 @@ class CudaDevice:
             if program.lanes[lane].name in GPU_LANES
         }
         self._lane_of = program.lane
-        self._events: list[dict[int, torch.cuda.Event]] = [{}, {}]
-        self._traced: dict[tuple[int, int], tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self._events: list[dict[int, Any]] = [{}, {}]
+        self._traced: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._waits = self._find_waits(program, rank)
         self._settled = self._find_settled(program, rank)
-        self._clock: dict[int, tuple[torch.cuda.Event, float]] = {}
+        self._clock: dict[int, tuple[Any, float]] = {}
         self._registered: list[int] = []
         self.mark_step(-1, True)
 
@@ -170,9 +171,9 @@ class CudaDevice:
         }
 
     def open_lane(self, lane: int) -> None:
-        torch.cuda.set_device(self.device)
+        cuda.set_device(self.device)
         if lane in self._streams:
-            torch.cuda.set_stream(self._streams[lane])
+            cuda.set_stream(self._streams[lane])
 
     def begin(self, op: int, step: int, traced: bool) -> None:
         stream = self._streams.get(self._lane_of[op])
@@ -217,7 +218,7 @@ class CudaDevice:
         tensor.record_stream(stream)
 
     def finish_lane(self) -> None:
-        torch.cuda.current_stream(self.device).synchronize()
+        cuda.current_stream(self.device).synchronize()
 
     def statistics(self, gradient: torch.Tensor, dtype: str) -> Callable[[], tuple[bool, float]]:
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
@@ -233,21 +234,22 @@ class CudaDevice:
     def mark_step(self, step: int, traced: bool) -> None:
         if traced:
             event = cuda.Event(enable_timing=True, blocking=True)
-            event.record(torch.cuda.current_stream(self.device))
+            event.record(cuda.current_stream(self.device))
             event.synchronize()
             self._clock[step] = event, time.monotonic()
 
     def resolve_times(self, store: Store, first_step: int) -> None:
-        torch.cuda.synchronize(self.device)
+        cuda.synchronize(self.device)
         for (step, op), (start, end) in self._traced.items():
             reference, host_s = self._clock.get(step, self._clock[-1])
             row = store.times[step - first_step, op]
             row[0] = host_s + reference.elapsed_time(start) * 1e-3
             row[1] = row[0] + start.elapsed_time(end) * 1e-3
+            row[2] = math.nan  # no processor did the work
 
     def register(self, region: Region, span: Span) -> str | None:
         runtime = cuda.cudart()
-        torch.cuda.set_device(self.device)
+        cuda.set_device(self.device)
         first, stop = region.pointer(span), region.pointer(span) + span.num_bytes
         for pointer in range(first, stop, _REGISTER_BYTES):
             code = runtime.cudaHostRegister(pointer, min(_REGISTER_BYTES, stop - pointer), 0)
@@ -288,7 +290,7 @@ def make_device(plan: Plan, rank: int) -> Device:
     """The device of a rank. Ranks beyond the number of CUDA devices share them, round-robin."""
     if plan.hardware.device == "cpu":
         return CpuDevice(plan.compute_threads)
-    index = rank % max(torch.cuda.device_count(), 1)
+    index = rank % max(cuda.device_count(), 1)
     return CudaDevice(plan.program(), rank, index, plan.hardware.accelerator.memory_bytes)
 
 
@@ -296,4 +298,5 @@ def ranks_per_device(plan: Plan) -> int:
     """The most ranks that share a device of this host."""
     if plan.hardware.device == "cpu":
         return 1
-    return -(-plan.layout.num_ranks // max(torch.cuda.device_count(), 1))
+    num_devices: int = max(cuda.device_count(), 1)
+    return -(-plan.layout.num_ranks // num_devices)

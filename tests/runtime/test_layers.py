@@ -121,7 +121,8 @@ def test_initial_values_depend_on_seed_layer_and_name_alone() -> None:
 
 def test_200_steps_have_the_losses_of_torch_adamw(small_plan: Callable[..., Plan]) -> None:
     optimizer = {"learning_rate": 5e-4, "weight_decay": 0.1}
-    plan = small_plan(1, backward=1, microbatches=2, optimizer=optimizer)
+    model = ModelSpec(name="two", num_layers=2, hidden_size=32, ffn_size=80, num_heads=4, vocab_size=256)
+    plan = small_plan(1, backward=1, model=model, microbatches=2, sequence=16, optimizer=optimizer)
     ours = Reference(plan)
     theirs = Reference(plan)
     adam = plan.optimizer

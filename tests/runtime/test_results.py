@@ -3,14 +3,18 @@
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from spipe.errors import SpipeError
+from spipe.memory import memory
 from spipe.metrics import analyse
+from spipe.model import MODELS
 from spipe.ops import SENDS
 from spipe.plan import Plan
 from spipe.runtime import RunResult
+from spipe.runtime.job import Job
 from spipe.trace import Trace
 
 STEPS = 4
@@ -58,6 +62,25 @@ def test_metrics_and_summary(run_plan: Callable[..., RunResult], small_plan: Cal
     assert RunResult.load(result.output) == result
     with pytest.raises(SpipeError, match="no result of a finished run"):
         RunResult.load(result.output / "nowhere")
+
+
+def test_a_run_without_a_trace(run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan]) -> None:
+    result = run_plan(small_plan(1, backward=1, microbatches=1), 2, trace_steps=0)
+    assert len(Trace.load(result.output / "trace.json")) == 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_store_is_as_large_as_planned(small_plan: Callable[..., Plan], tied: bool) -> None:
+    model = MODELS["tiny"]
+    plan = small_plan(2, model=model, tied=tied, precision="bf16", options={"stage_input_route": "host"})
+    planned = memory(plan).hosts[0]
+    job = Job(plan, 10, Path("unused"))
+    held = job.store_layout().table_of_bytes()
+    for item in ("weights", "gradients", "stage inputs"):
+        assert held[item] == pytest.approx(planned[item], rel=1e-3), item
+    table = job.table_of_bytes()
+    assert table["weights"] == planned["weights"]
+    assert {"master weights and moments", "undo data", "mailboxes", "PyTorch processes"} <= table.keys()
 
 
 def test_measured_traces_have_metrics(run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan]) -> None:

@@ -1,0 +1,160 @@
+"""The CUDA device's events, on a pretended device: every wait is for the right op of the right step."""
+
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spipe.hardware import load_hardware
+from spipe.plan import Plan
+from spipe.runtime import devices
+from spipe.runtime.devices import GPU_LANES, CudaDevice
+from spipe.runtime.executor import Executor
+from spipe.runtime.hooks import NO_HOOKS
+from spipe.runtime.job import Job
+from spipe.runtime.region import Region
+from spipe.runtime.store import Store
+
+STEPS, TRACED_FROM = 9, 6
+
+
+class FakeEvent:
+    def __init__(self, **_: bool) -> None:
+        self.label: tuple[int, int] | None = None
+        self.recorded = 0
+
+    def record(self, stream: object) -> None:
+        self.recorded += 1
+
+    def synchronize(self) -> None:
+        assert self.recorded, "waited for an event that was never recorded"
+        waited_here().append(self.label)
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        return 1.0
+
+
+class FakeStream:
+    def __init__(self, device: object) -> None: ...
+
+    def wait_event(self, event: FakeEvent) -> None:
+        event.synchronize()
+
+    def synchronize(self) -> None: ...
+
+
+_waits = threading.local()
+
+
+def waited_here() -> list[Any]:
+    if not hasattr(_waits, "labels"):
+        _waits.labels = []
+    labels: list[Any] = _waits.labels
+    return labels
+
+
+def fake_cuda() -> SimpleNamespace:
+    nothing = FakeStream(None)
+    return SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        set_device=lambda device: None,
+        synchronize=lambda device: None,
+        get_device_name=lambda index: "pretended",
+        mem_get_info=lambda device: (1 << 40, 1 << 40),
+        set_per_process_memory_fraction=lambda fraction, device: None,
+        set_stream=lambda stream: None,
+        current_stream=lambda device: nothing,
+        Stream=FakeStream,
+        Event=FakeEvent,
+    )
+
+
+class WatchedDevice(CudaDevice):
+    """Compares what the device waits for with what the program says."""
+
+    def watch(self, program: Any, rank: int) -> None:
+        self.program, self.rank, self.faults = program, rank, []  # type: ignore[var-annotated]
+
+    def begin(self, op: int, step: int, traced: bool) -> None:
+        waited_here().clear()
+        super().begin(op, step, traced)
+        program = self.program
+        before = [(d, step) for d in program.dependencies[op]]
+        before += [(d, step - 1) for d in program.carried[op] if step]
+        expected = {
+            (d, when)
+            for d, when in before
+            if program.rank[d] == self.rank
+            and program.lanes[program.lane[d]].name in GPU_LANES
+            and program.lane[d] != program.lane[op]
+        }
+        if set(waited_here()) != expected:
+            self.faults.append((str(program.op(op)), step, sorted(waited_here()), sorted(expected)))
+
+    def end(self, op: int, step: int, traced: bool) -> None:
+        before = self._events[step % 2].get(op)
+        if before is not None and not traced and (step - 2, op) not in self._traced:
+            before.label = (op, step)  # recorded again, with the same object
+        super().end(op, step, traced)
+        if op in self._events[step % 2]:
+            self._events[step % 2][op].label = (op, step)
+
+
+@pytest.mark.parametrize("case", [("spipe", 2, 1, 3, 4), ("1f1b", 2, 2, 2, 4), ("spipe", 1, 2, 4, 3)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"stage_input_route": "host", "barrier": True}], ids=str)
+def test_every_wait_is_for_the_right_event(
+    small_plan: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    case: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    monkeypatch.setattr(devices, "cuda", fake_cuda())
+    schedule, ranks, forward, backward, microbatches = case
+    plan = small_plan(ranks, schedule, forward, backward, microbatches, tied=True, options=options)
+    plan = plan.model_copy(update={"hardware": load_hardware("h200x2")})
+    program = plan.program()
+    layout = Job(plan, STEPS, Path("unused"), trace_steps=STEPS - TRACED_FROM).store_layout()
+    store = Store(layout, Region.create(layout.num_bytes))
+    arrived: dict[tuple[int, int], list[int]] = defaultdict(list)
+
+    def handle(op: int, step: int) -> None:
+        time.sleep(random.random() ** 8 * 0.003)
+        partner = program.partner[op]
+        if partner >= 0:  # a rendezvous: neither side ends before the other has begun
+            arrived[min(op, partner), step].append(op)
+            while len(arrived[min(op, partner), step]) < 2:
+                time.sleep(1e-4)
+        collective = next((members for members in program.collectives() if op in members), ())
+        if collective:
+            arrived[collective[0], step].append(op)
+            while len(arrived[collective[0], step]) < len(collective):
+                time.sleep(1e-4)
+
+    handlers: Any = SimpleNamespace(by_kind=defaultdict(lambda: handle), settlement=SimpleNamespace(cpu_seconds=0.0))
+    executors, watched = [], []
+    for rank in range(ranks):
+        device = WatchedDevice(program, rank, rank, 1e12)
+        device.watch(program, rank)
+        watched.append(device)
+        executors.append(
+            Executor(program, rank, store, device, handlers, steps=STEPS, traced_from=TRACED_FROM, hooks=NO_HOOKS)
+        )
+    threads = [threading.Thread(target=executor.run) for executor in executors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert store.first_error() == ""
+    for device in watched:
+        assert device.faults == []
+        device.resolve_times(store, TRACED_FROM)
+    assert torch.from_numpy(store.times[:, :, 1]).gt(0).all()

@@ -5,10 +5,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <fstream>
-#include <sstream>
+#include <cstdio>
+#include <memory>
 #include <string>
-#include <vector>
 
 namespace spipe {
 namespace {
@@ -27,25 +26,38 @@ int affinity_cores() {
     return 1;
 }
 
+// C files, not C++ streams: where the module is linked with a libstdc++ of its own beside torch's, streams crash.
+std::string text_of(const std::string& path) {
+    const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "r"), std::fclose);
+    if (!file) return "";
+    char buffer[4096];
+    std::string text;
+    for (size_t count; (count = std::fread(buffer, 1, sizeof buffer, file.get())) > 0;) text.append(buffer, count);
+    return text;
+}
+
 // Quota in cores of one group folder: version 2 (`cpu.max`) or version 1 (`cpu.cfs_*`); 0 if it sets none.
 double quota_of_group(const std::string& folder) {
-    std::string quota;
+    double quota = 0;
     double period = 0;
-    std::ifstream version2(folder + "/cpu.max");
-    if (version2 >> quota >> period) return quota == "max" || period <= 0 ? 0.0 : std::atof(quota.c_str()) / period;
-    double microseconds = 0;
-    std::ifstream quota_file(folder + "/cpu.cfs_quota_us");
-    std::ifstream period_file(folder + "/cpu.cfs_period_us");
-    if (quota_file >> microseconds && period_file >> period && microseconds > 0 && period > 0) {
-        return microseconds / period;
+    const std::string version2 = text_of(folder + "/cpu.max");  // "max 100000" or "200000 100000"
+    if (std::sscanf(version2.c_str(), "%lf %lf", &quota, &period) != 2) {
+        quota = std::atof(text_of(folder + "/cpu.cfs_quota_us").c_str());
+        period = std::atof(text_of(folder + "/cpu.cfs_period_us").c_str());
     }
-    return 0.0;
+    return quota > 0 && period > 0 ? quota / period : 0.0;
+}
+
+bool contains_cpu(const std::string& controllers) {
+    return ("," + controllers + ",").find(",cpu,") != std::string::npos;
 }
 
 int cgroup_cores() {
     double tightest = 0;
-    std::ifstream groups("/proc/self/cgroup");
-    for (std::string line; std::getline(groups, line);) {  // "hierarchy:controllers:/path"
+    const std::string groups = text_of("/proc/self/cgroup");
+    for (size_t begin = 0, end; begin < groups.size(); begin = end + 1) {  // lines "hierarchy:controllers:/path"
+        end = std::min(groups.find('\n', begin), groups.size());
+        const std::string line = groups.substr(begin, end - begin);
         const size_t first = line.find(':');
         const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
         if (second == std::string::npos) continue;
@@ -53,13 +65,11 @@ int cgroup_cores() {
         std::string root;
         if (controllers.empty()) {
             root = "/sys/fs/cgroup";
+        } else if (contains_cpu(controllers)) {
+            root = "/sys/fs/cgroup/cpu";
         } else {
-            std::stringstream list(controllers);
-            for (std::string controller; std::getline(list, controller, ',');) {
-                if (controller == "cpu") root = "/sys/fs/cgroup/cpu";
-            }
+            continue;
         }
-        if (root.empty()) continue;
         // A quota on any ancestor binds. Inside a container the path may not exist below the mount; its root then does.
         std::string path = line.substr(second + 1);
         while (true) {

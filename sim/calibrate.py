@@ -18,7 +18,7 @@ from spipe.model import LAYER_KINDS, LayerKind, PassName
 from spipe.ops import PARTNER, Kind
 from spipe.plan import Plan
 from spipe.sim.cost import CostModel
-from spipe.sim.fitting import nonnegative_fit
+from spipe.sim.fitting import Prior, nonnegative_fit
 from spipe.sim.measurements import Measurement, measurements
 from spipe.sim.simulation import simulate
 from spipe.trace import Trace
@@ -66,7 +66,7 @@ def calibrate(
     """
     if not runs:
         raise SpipeError("calibration needs at least one run: a plan and its trace")
-    hardware = hardware or runs[0][0].hardware
+    hardware = _with_cores(hardware or runs[0][0].hardware, [trace for _, trace in runs])
     fit = _Fit(hardware, [measurements(plan, trace, hardware, warmup) for plan, trace in runs])
     fit.layers()
     fit.copies()
@@ -83,6 +83,20 @@ def calibrate(
              "error": predicted / measured - 1}
         )  # fmt: skip
     return Calibration(fitted, fit.report, rows)
+
+
+def _with_cores(hardware: HardwareSpec, traces: Sequence[Trace]) -> HardwareSpec:
+    """Device ``cpu``: the spec with the cores that the runs had, where all traces say the same."""
+    cores = {trace.metadata.get("usable_cores") for trace in traces}
+    if hardware.device != "cpu" or len(cores) != 1 or not isinstance(number := cores.pop(), int) or number < 1:
+        return hardware
+    cpu = hardware.cpu.replace(cores=number, num_domains=min(hardware.cpu.num_domains, number))
+    threads = min(hardware.accelerator.compute_threads, number)
+    return hardware.replace(
+        cpu=cpu,
+        accelerator=hardware.accelerator.replace(compute_threads=threads),
+        provenance={**hardware.provenance, "cpu.cores": "measured"},
+    )
 
 
 Shape = tuple[object, ...]
@@ -172,7 +186,7 @@ class _Fit:
         """Seconds of every layer kind seen in this pass; the fixed cost of the op goes into the spec.
 
         Where the stages do not tell layers apart (an embedding that always comes with one block), their ratio is that
-        of peak rates.
+        of peak rates, and the fixed cost is the spec's.
         """
         seen = [
             (shape, layer)
@@ -181,14 +195,19 @@ class _Fit:
             if any(_shape(op.costs) == shape and op.layer_counts[layer] for op in ops)
         ]
         rows = [[*(op.layer_counts[layer] * (_shape(op.costs) == shape) for shape, layer in seen), 1.0] for op in ops]
-        priors = [[0.0] * len(seen) + [1.0]]
+        launch = self.hardware.accelerator.launch_overhead_s
+        fixed = launch if self.hardware.device == "cpu" else 0.0
+        priors = [Prior([0.0] * len(seen) + [1.0], fixed, max(launch, 1e-6))]
         for shape, layer in seen:
             if layer != "block" and (shape, "block") in seen:
+                mine = [op for op in ops if _shape(op.costs) == shape]
+                block = median(op.seconds.median / max(op.layer_counts["block"], 1) for op in mine)
+                ratio = self.shapes[shape].roofline_ratio(layer, name)
                 row = [0.0] * (len(seen) + 1)
                 row[seen.index((shape, layer))] = 1.0
-                row[seen.index((shape, "block"))] = -self.shapes[shape].roofline_ratio(layer, name)
-                priors.append(row)
-        *found, overhead = nonnegative_fit(rows, [op.seconds.median for op in ops], priors)
+                row[seen.index((shape, "block"))] = -ratio
+                priors.append(Prior(row, 0.0, max(0.5 * ratio, 0.01) * block))
+        *found, overhead = nonnegative_fit(rows, [op.seconds.median for op in ops], priors, _spread(ops))
         self.set_overhead(kind, overhead + median(op.gap_s for op in ops), ops)
         return {key: float(value) for key, value in zip(seen, found, strict=True)}
 
@@ -243,9 +262,13 @@ class _Fit:
                 self.set_overhead(kind, self.excess(mine), mine)
 
     def line(self, ops: Sequence[Measurement]) -> tuple[float, float]:
-        """(bytes per second, fixed seconds) of copies of several sizes; of one size: no fixed part."""
+        """(bytes per second, fixed seconds) of copies of several sizes; of one size: the route's own latency."""
+        latency = median(self.route_latency(op) for op in ops)
         slope, fixed = nonnegative_fit(
-            [[op.num_bytes, 1.0] for op in ops], [op.seconds.median for op in ops], priors=[[0.0, 1.0]]
+            [[op.num_bytes, 1.0] for op in ops],
+            [op.seconds.median for op in ops],
+            [Prior([0.0, 1.0], latency, max(latency, 1e-6))],
+            _spread(ops),
         )
         return (1 / slope if slope > 0 else float("inf")), float(fixed)
 
@@ -304,7 +327,8 @@ class _Fit:
         slope, fixed = nonnegative_fit(
             [[op.num_parameters / share, 1.0] for op, share in zip(ops, part, strict=True)],
             [op.seconds.median for op in ops],
-            priors=[[0.0, 1.0]],
+            [Prior([0.0, 1.0], self.hardware.cpu.adam_s_per_op, max(self.hardware.cpu.adam_s_per_op, 1e-6))],
+            _spread(ops),
         )
         if slope > 0:
             cpu = self.hardware.cpu.replace(adam_parameters_per_s=1 / slope)

@@ -7,7 +7,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-_PRIOR_WEIGHT = 1e-4  # against data rows of weight 1: decides only what the data leave open
+_LEAST_NOISE = 1e-5  # of values without any: lets priors decide what the values leave open
 _HUBER = 1.5  # residuals beyond so many typical ones count less
 
 
@@ -26,27 +26,38 @@ class Samples:
         return cls(median(ordered), (ordered[-1 - quarter] - ordered[quarter]) / 2, len(ordered))
 
 
+@dataclass(frozen=True)
+class Prior:
+    """What is known beforehand: ``row @ unknowns`` is about ``value``, give or take ``sigma``."""
+
+    row: Sequence[float]
+    value: float
+    sigma: float
+
+
 def nonnegative_fit(
-    rows: Sequence[Sequence[float]], values: Sequence[float], priors: Sequence[Sequence[float]] = ()
+    rows: Sequence[Sequence[float]], values: Sequence[float], priors: Sequence[Prior] = (), noise: float = 0.0
 ) -> NDArray[np.float64]:
     """Unknowns >= 0 that explain ``values`` as ``rows @ unknowns`` with small relative errors; outliers count less.
 
     Args:
         rows: one per value, a coefficient per unknown.
         values: measured, positive.
-        priors: rows that should give about 0; they decide only what the values leave open.
+        priors: weigh as much as the noise allows; with exact values they decide only what those leave open.
+        noise: relative spread of the values.
     """
     matrix, target = np.array(rows, dtype=float), np.array(values, dtype=float)
-    scale = float(np.median(target))
+    prior_weight = max(noise, _LEAST_NOISE)
+    known = np.array([prior.row for prior in priors], dtype=float).reshape(len(priors), matrix.shape[1])
+    factor = np.array([prior_weight / prior.sigma for prior in priors])
+    known, expected = known * factor[:, None], np.array([prior.value for prior in priors]) * factor
     weights = np.ones(len(target))
     solution = np.zeros(matrix.shape[1])
     for _ in range(20):
-        factors = weights / target
-        blocks = [matrix * factors[:, None]]
-        if priors:
-            blocks.append(np.array(priors, dtype=float) * (_PRIOR_WEIGHT / scale))
-        right = np.concatenate([target * factors, np.zeros(len(priors))])
-        solution = _nonnegative(np.concatenate(blocks), right)
+        scaled = weights / target
+        solution = _nonnegative(
+            np.concatenate([matrix * scaled[:, None], known]), np.concatenate([target * scaled, expected])
+        )
         errors = np.abs(matrix @ solution / target - 1)
         typical = max(float(np.median(errors)), 1e-9)
         new = np.sqrt(np.minimum(1.0, _HUBER * typical / np.maximum(errors, 1e-300)))

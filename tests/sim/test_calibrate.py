@@ -12,7 +12,7 @@ from spipe.ops import Kind
 from spipe.plan import Plan, make_plan
 from spipe.sim import calibrate, compare, simulate
 from spipe.sim.cost import CostModel
-from spipe.sim.fitting import nonnegative_fit
+from spipe.sim.fitting import Prior, nonnegative_fit
 from spipe.trace import Trace
 
 SMALL = ModelSpec(name="small", num_layers=8, hidden_size=256, ffn_size=704, num_heads=4, vocab_size=1024)
@@ -121,6 +121,12 @@ def test_impossible_durations_are_refused() -> None:
             calibrate([(plan, damaged)])
 
 
+def test_the_cores_of_the_machine_that_ran_are_taken_over() -> None:
+    ((plan, trace),) = runs([laptop_plan()], LAPTOP)
+    trace.metadata["usable_cores"] = 7
+    assert calibrate([(plan, trace)]).hardware.cpu.cores == 7
+
+
 def test_different_numbers_of_threads_are_refused() -> None:
     with pytest.raises(SpipeError, match="1 and 2 threads"):
         calibrate(runs([laptop_plan(), laptop_plan(compute_threads=2)], LAPTOP))
@@ -131,8 +137,8 @@ def test_outliers_do_not_move_a_fit() -> None:
     values = [3.0 * n + 2.0 for n in range(1, 11)]
     values[4] *= 5
     assert nonnegative_fit(rows, values) == pytest.approx([3.0, 2.0], rel=0.01)
-    assert nonnegative_fit([[1.0, 1.0]] * 3, [2.0, 2.0, 2.0], priors=[[0.0, 1.0]]) == pytest.approx(
-        [2.0, 0.0], abs=1e-6
+    assert nonnegative_fit([[1.0, 1.0]] * 3, [2.0, 2.0, 2.0], [Prior([0.0, 1.0], 0.5, 1.0)]) == pytest.approx(
+        [1.5, 0.5], abs=1e-6
     )
     assert min(nonnegative_fit([[1.0, 1.0], [2.0, 1.0]], [3.0, 4.0 / 3])) == 0
 

@@ -28,7 +28,7 @@ class Measurement:
     Attributes:
         costs: the cost model of the run: shapes, precision, threads.
         seconds: how long the op took; on device ``cpu`` the processor time it used, where the trace has it.
-        gap_s: what its lane took to get to it on device ``cpu``: a lower quartile, to be free of contention.
+        gap_s: what its lane took to get to it on device ``cpu``, on average but for the worst tenth.
         layer_counts: layers by kind, for compute ops.
         num_bytes, source, target: for copies and messages.
         num_parameters: for STEP.
@@ -73,13 +73,12 @@ def measurements(plan: Plan, trace: Trace, hardware: HardwareSpec, warmup: int) 
             continue
         parts = pricing.parts(i)
         source, target = pricing.ends(i)
-        waits = sorted(gaps[kind_number, stage, bucket]) or [0.0]
         found.append(
             Measurement(
                 costs=costs,
                 kind=kind,
                 seconds=samples,
-                gap_s=waits[len(waits) // 4] if hardware.device == "cpu" else 0.0,
+                gap_s=_usual_mean(gaps[kind_number, stage, bucket]) if hardware.device == "cpu" else 0.0,
                 layer_counts=Counter(plan.model.layer_kind(layer) for layer in program.layers(stage)),
                 num_bytes=sum(size for _, size in parts),
                 source=source,
@@ -89,6 +88,11 @@ def measurements(plan: Plan, trace: Trace, hardware: HardwareSpec, warmup: int) 
             )
         )
     return found
+
+
+def _usual_mean(values: list[float]) -> float:
+    kept = sorted(values)[: math.ceil(0.9 * len(values))]
+    return sum(kept) / len(kept) if kept else 0.0
 
 
 def _example(program: Program, kind: int, stage: int, bucket: int) -> int:

@@ -18,6 +18,8 @@ from spipe.sim.resources import FlowSpec
 _PASS: dict[int, PassName] = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
 _BOUNDARY = {*PARTNER, *RECVS, Kind.STORE_STAGE_INPUT, Kind.LOAD_STAGE_INPUT}
 _TOKEN_BYTES = 8
+# A scheduler lets a thread that was asleep go first, so that a copy takes its core from compute instead of sharing it.
+_BRIEF_SHARE = 100.0
 
 Part = tuple[Route, float]
 """A route and the bytes that travel on it."""
@@ -85,7 +87,7 @@ class Pricing:
         overhead = model.overhead_s(kind)
         if kind in COMPUTE:
             seconds = model.stage_s(program.layers(program.stage[i]), _PASS[kind]) + overhead
-            return seconds, self.on_cores(seconds, [(rank, model.compute_threads)]) if self.on_cpu else None
+            return seconds, self.on_cores(seconds, [(rank, float(model.compute_threads))]) if self.on_cpu else None
         if kind is Kind.STEP:
             return self.step(i, overhead)
         if kind is Kind.VALIDATE or kind is Kind.BARRIER:
@@ -95,11 +97,12 @@ class Pricing:
             return overhead, None
         return self.transfer(parts, overhead, self.threads(i))
 
-    def threads(self, i: int) -> list[tuple[int, int]]:
-        """(rank, cores) of a copy on device ``cpu``: a thread on each side that takes part."""
-        partner = self.program.partner[i]
-        ranks = [self.program.rank[i]] + ([self.program.rank[partner]] if partner >= 0 else [])
-        return [(rank, 1) for rank in ranks] if self.on_cpu else []
+    def threads(self, i: int) -> list[tuple[int, float]]:
+        """(rank, cores) of a copy on device ``cpu``; a message keeps first one side busy and then the other."""
+        if not self.on_cpu:
+            return []
+        rank, partner = self.program.rank[i], self.program.partner[i]
+        return [(rank, 1.0)] if partner < 0 else [(rank, 0.5), (self.program.rank[partner], 0.5)]
 
     def ends(self, i: int) -> tuple[Place, Place]:
         """Where the bytes of an op come from and go to; for other ops the rank's accelerator and memory."""
@@ -142,7 +145,7 @@ class Pricing:
         return self.program.buckets[self.program.stage[i]][self.program.index[i]]
 
     def transfer(
-        self, parts: list[Part], overhead: float, threads: list[tuple[int, int]]
+        self, parts: list[Part], overhead: float, threads: list[tuple[int, float]]
     ) -> tuple[float, FlowSpec | None]:
         """A copy over one route or, one after the other, over several.
 
@@ -152,7 +155,7 @@ class Pricing:
         bandwidth_s = math.fsum(size / self.bandwidth(route) for route, size in parts)
         seconds = bandwidth_s + math.fsum(route.latency_s for route, _ in parts) + overhead
         if threads:
-            return seconds, self.on_cores(seconds, threads, parts)
+            return seconds, self.on_cores(seconds, threads, parts, _BRIEF_SHARE)
         if bandwidth_s < 0.5 * seconds or bandwidth_s == 0:
             return seconds, None
         return seconds, self.flow(seconds, num_bytes / seconds, self.uses(parts, seconds))
@@ -174,16 +177,16 @@ class Pricing:
         return uses
 
     def on_cores(
-        self, seconds: float, threads: list[tuple[int, int]], parts: list[Part] | None = None
+        self, seconds: float, threads: list[tuple[int, float]], parts: list[Part] | None = None, share: float = 1.0
     ) -> FlowSpec | None:
-        """Device ``cpu``: an op that keeps cores busy; with too few of them everybody slows down by the same factor."""
+        """Device ``cpu``: an op that keeps cores busy. With too few of them, ops of one share slow down alike."""
         if seconds == 0:
             return None
         uses = self.uses(parts, seconds) if parts else {}
         for rank, count in threads:
             cores = self.num_edges + self.hardware.num_hosts + self.hardware.host_of(rank)
             uses[cores] = uses.get(cores, 0.0) + count
-        return self.flow(seconds, 1.0, uses)
+        return self.flow(seconds, share, uses)
 
     def flow(self, seconds: float, share: float, uses: dict[int, float]) -> FlowSpec | None:
         limited = tuple((resource, amount) for resource, amount in uses.items() if self.capacities[resource] < math.inf)

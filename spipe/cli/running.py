@@ -149,8 +149,13 @@ def compare(
     output = Output(json_file, force)
     chosen = load_plan(plan)
     override = load_override(hardware) or chosen.hardware
-    _, trace = load_run(run_folder)
+    run_plan, trace = load_run(run_folder)
     trace.check_matches(chosen.program(), str(run_folder / "trace.json"))
+    if run_plan.digest() != chosen.digest():
+        raise SpipeError(
+            f"{plan} has the ops of the plan in {run_folder}, but is not that plan (model, batch, precision or seed "
+            f"differ); give {run_folder / 'plan.json'}"
+        )
 
     from spipe import show, sim
 

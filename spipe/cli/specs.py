@@ -77,6 +77,7 @@ def doctor(json_file: JsonFile = None, force: Force = False) -> None:
     import os
     import platform
     import shutil
+    import sys
     from importlib import metadata
 
     from spipe import __version__, show
@@ -93,7 +94,8 @@ def doctor(json_file: JsonFile = None, force: Force = False) -> None:
             facts[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             facts[package] = "not installed"
-    facts["mpirun"] = shutil.which("mpirun") or "not found"
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    facts["mpirun"] = shutil.which("mpirun", path=path) or "not found"
     try:
         from spipe import _native
 

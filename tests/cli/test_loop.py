@@ -7,6 +7,7 @@ import pytest
 
 from spipe.hardware import load_hardware
 from spipe.metrics import CAUSES
+from spipe.plan import Plan
 
 from .conftest import Command
 
@@ -42,6 +43,12 @@ def test_a_run_of_another_plan_is_refused(command: Command, plan_file: Path, tmp
     refused = command("compare", other, run)
     assert refused.code == 2
     assert "belongs to another plan" in refused.err
+
+    plan = Plan.load(plan_file)
+    plan.replace(microbatch_size=1).save(other)
+    refused = command("compare", other, run)
+    assert refused.code == 2
+    assert "has the ops of the plan in" in refused.err
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ PYBIND11_MODULE(_native, module) {
         "them alive. Importing this module changes no floating-point mode of the process.";
     spipe::bind_optimizer(module);
     spipe::bind_flags(module);
+    spipe::bind_benchmark(module);
     module.def("gradient_statistics", &spipe::statistics, py::arg("pool"), py::arg("gradient"), py::arg("dtype"),
                py::arg("count"), py::kw_only(), py::arg("gradient2") = 0,
                R"(Non-finite flag and sum of squares of `count` elements at address `gradient`.

@@ -7,5 +7,6 @@ namespace spipe {
 
 void bind_optimizer(pybind11::module_& module);
 void bind_flags(pybind11::module_& module);
+void bind_benchmark(pybind11::module_& module);
 
 }  // namespace spipe

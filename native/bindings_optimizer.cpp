@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 
-#include <sstream>
+#include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -8,6 +9,7 @@
 #include "bucket.hpp"
 #include "optimizer.hpp"
 #include "parameter.hpp"
+#include "text.hpp"
 #include "worker_pool.hpp"
 
 namespace py = pybind11;
@@ -30,7 +32,9 @@ std::shared_ptr<WorkerPool> make_pool(int num_threads) {
 
 Parameter make_parameter(uintptr_t gradient, const std::string& gradient_dtype, uintptr_t master,
                          uintptr_t first_moment, uintptr_t second_moment, uintptr_t weight,
-                         const std::string& weight_dtype, int64_t count, double weight_decay, uintptr_t gradient2) {
+                         const std::string& weight_dtype, int64_t count, double weight_decay, uintptr_t gradient2,
+                         double l2_decay, double learning_rate_factor, std::optional<double> beta1,
+                         std::optional<double> beta2, std::optional<double> epsilon, uint64_t random_stream) {
     Parameter parameter;
     parameter.gradient = gradient;
     parameter.gradient2 = gradient2;
@@ -42,7 +46,39 @@ Parameter make_parameter(uintptr_t gradient, const std::string& gradient_dtype, 
     parameter.weight_dtype = dtype_of_name("weight_dtype", weight_dtype);
     parameter.count = count;
     parameter.weight_decay = weight_decay;
+    parameter.l2_decay = l2_decay;
+    parameter.learning_rate_factor = learning_rate_factor;
+    parameter.beta1 = beta1;
+    parameter.beta2 = beta2;
+    parameter.epsilon = epsilon;
+    parameter.random_stream = random_stream;
     return parameter;
+}
+
+bool is_stochastic(const std::string& rounding) {
+    if (rounding == "nearest") return false;
+    if (rounding == "stochastic") return true;
+    throw std::invalid_argument("rounding is '" + rounding + "'; it must be 'nearest' or 'stochastic'");
+}
+
+std::unique_ptr<Optimizer> make_optimizer(std::shared_ptr<WorkerPool> pool, double beta1, double beta2, double epsilon,
+                                          bool bias_correction, const std::string& rounding, uint64_t seed,
+                                          const std::string& rollback, std::optional<int64_t> undo_budget_bytes) {
+    OptimizerOptions options;
+    options.beta1 = beta1;
+    options.beta2 = beta2;
+    options.epsilon = epsilon;
+    options.bias_correction = bias_correction;
+    options.stochastic_rounding = is_stochastic(rounding);
+    options.seed = seed;
+    options.rollback = rollback_of_name(rollback);
+    options.undo_budget_bytes = undo_budget_bytes;
+    return std::make_unique<Optimizer>(std::move(pool), options);
+}
+
+void submit(Optimizer& self, int bucket, int64_t step, double learning_rate, double gradient_scale, bool speculative,
+            bool statistics, uintptr_t event) {
+    self.submit(bucket, {{step, learning_rate, gradient_scale}, speculative, statistics, event});
 }
 
 py::tuple block_bounds(const std::vector<int64_t>& counts, int64_t number) {
@@ -54,17 +90,13 @@ py::tuple block_bounds(const std::vector<int64_t>& counts, int64_t number) {
 }
 
 std::string describe(const Parameter& p) {
-    std::ostringstream text;
-    text << "Parameter(count=" << p.count << ", gradient_dtype='" << name_of_dtype(p.gradient_dtype)
-         << "', weight_dtype='" << name_of_dtype(p.weight_dtype) << "', weight_decay=" << p.weight_decay << ")";
-    return text.str();
+    return "Parameter(count=" + std::to_string(p.count) + ", gradient_dtype='" + name_of_dtype(p.gradient_dtype) +
+           "', weight_dtype='" + name_of_dtype(p.weight_dtype) + "', weight_decay=" + text_of(p.weight_decay) + ")";
 }
 
 std::string describe(const StepResult& r) {
-    std::ostringstream text;
-    text << "StepResult(nonfinite=" << (r.nonfinite ? "True" : "False") << ", seconds=" << r.seconds
-         << ", cpu_seconds=" << r.cpu_seconds << ", bypassed=" << r.bypassed << ")";
-    return text.str();
+    return std::string("StepResult(nonfinite=") + (r.nonfinite ? "True" : "False") + ", seconds=" + text_of(r.seconds) +
+           ", cpu_seconds=" + text_of(r.cpu_seconds) + ", bypassed=" + std::to_string(r.bypassed) + ")";
 }
 
 void bind_worker_pool(py::module_& module) {
@@ -91,11 +123,15 @@ void bind_parameter(py::module_& module) {
 gradient, master, first_moment, second_moment and weight are addresses of contiguous CPU buffers of `count` elements,
 aligned to their element size; master and moments are fp32; gradient_dtype and weight_dtype are 'fp32', 'bf16' or
 'fp16'. gradient2 is the address of a second gradient of the same type (tied weights), added to the first in fp32;
-0 if there is none. weight_decay is the decoupled decay of AdamW per unit of learning rate.
+0 if there is none. weight_decay is the decoupled decay of AdamW per unit of learning rate; l2_decay times the master is added to the
+gradient instead. learning_rate_factor multiplies the learning rate of a step; beta1, beta2 and epsilon take the place
+of the optimizer's where they are given. random_stream distinguishes parameters for stochastic rounding.
 The values are checked by `Optimizer.add_bucket`; only an unknown dtype raises ValueError here.)")
         .def(py::init(&make_parameter), py::kw_only(), py::arg("gradient"), py::arg("gradient_dtype"),
              py::arg("master"), py::arg("first_moment"), py::arg("second_moment"), py::arg("weight"),
-             py::arg("weight_dtype"), py::arg("count"), py::arg("weight_decay") = 0.0, py::arg("gradient2") = 0)
+             py::arg("weight_dtype"), py::arg("count"), py::arg("weight_decay") = 0.0, py::arg("gradient2") = 0,
+             py::arg("l2_decay") = 0.0, py::arg("learning_rate_factor") = 1.0, py::arg("beta1") = py::none(),
+             py::arg("beta2") = py::none(), py::arg("epsilon") = py::none(), py::arg("random_stream") = 0)
         .def_readonly("gradient", &Parameter::gradient, "Address of the gradient.")
         .def_readonly("gradient2", &Parameter::gradient2, "Address of the second gradient; 0 if there is none.")
         .def_property_readonly("gradient_dtype", dtype_property(&Parameter::gradient_dtype), "Type of the gradients.")
@@ -106,6 +142,12 @@ The values are checked by `Optimizer.add_bucket`; only an unknown dtype raises V
         .def_property_readonly("weight_dtype", dtype_property(&Parameter::weight_dtype), "Type of the weight.")
         .def_readonly("count", &Parameter::count, "Number of elements.")
         .def_readonly("weight_decay", &Parameter::weight_decay, "Decoupled weight decay.")
+        .def_readonly("l2_decay", &Parameter::l2_decay, "L2 weight decay.")
+        .def_readonly("learning_rate_factor", &Parameter::learning_rate_factor, "Factor on the learning rate.")
+        .def_readonly("beta1", &Parameter::beta1, "None: the optimizer's.")
+        .def_readonly("beta2", &Parameter::beta2, "None: the optimizer's.")
+        .def_readonly("epsilon", &Parameter::epsilon, "None: the optimizer's.")
+        .def_readonly("random_stream", &Parameter::random_stream, "Number that stochastic rounding is keyed with.")
         .def("__repr__", [](const Parameter& p) { return describe(p); });
     py::class_<StepResult>(module, "StepResult", "What `Optimizer.join` reports of one step of one bucket.")
         .def_readonly("nonfinite", &StepResult::nonfinite, "True if any gradient was NaN or infinite after scaling.")
@@ -113,6 +155,9 @@ The values are checked by `Optimizer.add_bucket`; only an unknown dtype raises V
         .def_readonly("cpu_seconds", &StepResult::cpu_seconds, "CPU seconds of all workers together.")
         .def_readonly("bypassed", &StepResult::bypassed,
                       "Number of blocks of 4096 elements left untouched because of a non-finite gradient.")
+        .def_readonly("sums_of_squares", &StepResult::sums_of_squares,
+                      "With statistics=True, one fp64 sum for each parameter: of the squares of its gradients before "
+                      "scaling, in the fixed order of `gradient_statistics`. Otherwise empty.")
         .def("__repr__", [](const StepResult& r) { return describe(r); });
 }
 
@@ -124,31 +169,41 @@ void bind_optimizer(py::module_& module) {
     py::class_<Optimizer>(module, "Optimizer",
                           R"(AdamW on CPU buffers, in fp32, asynchronous, in buckets that can be stepped and undone.
 
-`Optimizer(pool, beta1, beta2, epsilon)`. A bucket is idle, submitted, or (after a speculative step was joined)
-stepped; a call that does not fit its state raises RuntimeError naming bucket and state, an unknown bucket IndexError.
-Buckets are processed in the order of submission, each by all workers of the pool. With g = gradient * gradient_scale:
-m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2; p = p (1 - learning_rate weight_decay);
-p = p - learning_rate / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon); weight = round(p).
-Raises ValueError unless both betas are in [0, 1) and epsilon is positive and finite.)")
-        .def(py::init<std::shared_ptr<WorkerPool>, double, double, double>(), py::arg("pool"), py::arg("beta1"),
-             py::arg("beta2"), py::arg("epsilon"))
+A bucket is idle, submitted, or (after a speculative step was joined) stepped; a call that does not fit its state
+raises RuntimeError naming bucket and state, an unknown bucket IndexError.
+Buckets are processed in the order of submission, each by all workers of the pool. With g = gradient * gradient_scale
+[+ l2_decay p], c1 = 1 - beta1^t and c2 = sqrt(1 - beta2^t) (both 1 without bias_correction):
+m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
+p = p (1 - learning_rate weight_decay) - learning_rate c2 / c1 * m / (sqrt(v) + c2 epsilon); weight = round(p).
+rounding: 'nearest' (to even) or 'stochastic' (up with the probability of what is cut off; a function of seed, step,
+the parameter's random_stream and the place in the parameter, so the same for any number of threads and any buckets).
+rollback, how a speculative step can be undone: 'snapshot' keeps 12 bytes an element; 'delta' about 3: corrections to
+the arithmetic inverse, for which the gradient must stay as it is until commit or rollback; 'defer' none: the step only
+looks at the gradients and `commit` does the work; 'auto' takes 'delta' if undo_budget_bytes (by default half of the
+available memory) suffices for all buckets when the first speculative step is submitted, else 'defer' (where a beta is
+0, 'snapshot' in place of 'delta'). Every way restores and gives the same bits.
+Raises ValueError unless both betas are in [0, 1) and epsilon is positive and finite, and for an unknown name.)")
+        .def(py::init(&make_optimizer), py::arg("pool"), py::arg("beta1"), py::arg("beta2"), py::arg("epsilon"),
+             py::kw_only(), py::arg("bias_correction") = true, py::arg("rounding") = "nearest", py::arg("seed") = 0,
+             py::arg("rollback") = "snapshot", py::arg("undo_budget_bytes") = py::none())
         .def("add_bucket", &Optimizer::add_bucket, py::arg("parameters"),
              R"(Registers a list of `Parameter`s that are stepped together; returns the number of the bucket.
 
 The buffers must outlive the optimizer. Raises ValueError, naming the argument and its value, for an empty list, a
 null or misaligned address, a count below 1, a negative weight decay, or buffers that overlap inside the bucket.)")
-        .def(
-            "submit",
-            [](Optimizer& self, int bucket, int64_t step, double learning_rate, double gradient_scale,
-               bool speculative) { self.submit(bucket, {step, learning_rate, gradient_scale, speculative}); },
-            py::arg("bucket"), py::kw_only(), py::arg("step"), py::arg("learning_rate"),
-            py::arg("gradient_scale") = 1.0, py::arg("speculative") = false, py::call_guard<py::gil_scoped_release>(),
-            R"(Queues one step of a bucket and returns at once.
+        .def("submit", &submit, py::arg("bucket"), py::kw_only(), py::arg("step"), py::arg("learning_rate"),
+             py::arg("gradient_scale") = 1.0, py::arg("speculative") = false, py::arg("statistics") = false,
+             py::arg("event") = 0, py::call_guard<py::gil_scoped_release>(),
+             R"(Queues one step of a bucket and returns at once.
 
 step counts from 1 (bias correction); gradient_scale multiplies every gradient (1 / loss scale, times the clip
 coefficient). A block of 4096 elements, counted from the start of each parameter, with a non-finite scaled gradient is
-left untouched. speculative=True keeps 12 bytes per element, allocated once per bucket, so that `rollback` can undo it.
-Raises ValueError for step < 1, a negative or non-finite learning rate or a non-finite scale.)")
+left untouched. speculative=True makes the step undoable with `rollback`; the memory for it is allocated once per bucket.
+statistics=True also sums the squares of the gradients (`StepResult.sums_of_squares`). event is the handle of a CUDA event
+(created with blocking synchronisation) that the step waits for, on a thread of the optimizer; 0 for none. Later steps
+of this optimizer stay behind it.
+Raises ValueError for step < 1, a negative or non-finite learning rate or a non-finite scale, RuntimeError if an event is
+given and the CUDA driver cannot be loaded.)")
         .def("join", &Optimizer::join, py::arg("bucket"), py::call_guard<py::gil_scoped_release>(),
              R"(Waits, with the GIL released, until the step of a bucket is done; returns its `StepResult`.
 
@@ -157,16 +212,25 @@ rolled back.)")
         .def("rollback", &Optimizer::rollback, py::arg("bucket"), py::call_guard<py::gil_scoped_release>(),
              R"(Undoes a joined speculative step and waits until that is done.
 
-Master and moments get their former bytes back and the weight is rounded again from the master; bypassed blocks stay
-untouched.)")
-        .def("commit", &Optimizer::commit, py::arg("bucket"),
-             "Accepts a joined speculative step; costs nothing, the snapshot memory is kept for the next one.")
+Master and moments get their former bytes back and the weight is rounded again from the master (after stochastic
+rounding it gets its former bytes back); bypassed blocks stay untouched.
+Raises RuntimeError if a gradient that the undo log needs has changed; rolling back again with the right one goes on.)")
+        .def("commit", &Optimizer::commit, py::arg("bucket"), py::call_guard<py::gil_scoped_release>(),
+             "Accepts a joined speculative step; costs nothing, the undo memory is kept for the next one. With "
+             "rollback='defer' it takes the step and waits until that is done.")
         .def("state", &Optimizer::state, py::arg("bucket"),
-             "State of a bucket: 'idle', 'submitted', 'joining', 'stepped' or 'rolling back'.")
+             "State of a bucket: 'idle', 'submitted', 'joining', 'stepped', 'rolling back' or 'committing'.")
+        .def("logged_bytes", &Optimizer::logged_bytes, py::arg("bucket"),
+             "Bytes of undo data that the last speculative step of a bucket needed; only while it is 'stepped'.")
         .def_property_readonly("num_buckets", &Optimizer::num_buckets, "Number of buckets.")
-        .def_property_readonly("snapshot_bytes", &Optimizer::snapshot_bytes, "Bytes held for undoing steps.")
+        .def_property_readonly("rollback_kind", &Optimizer::rollback_name,
+                               "How steps are undone; 'auto' until the first speculative step decides.")
+        .def_property_readonly("undo_bytes", &Optimizer::undo_bytes, "Bytes held for undoing steps.")
+        .def_property_readonly("snapshot_bytes", &Optimizer::undo_bytes, "Another name of undo_bytes.")
         .def("_fail_at_block", &Optimizer::fail_at_block, py::arg("bucket"), py::arg("block"),
              "For tests: the next step of the bucket raises RuntimeError when a worker reaches this block.");
+    module.def("_set_cuda_library", &EventWaiter::set_library, py::arg("path"),
+               "For tests: the library that is loaded in place of the CUDA driver, before the first event.");
     module.def("_block_bounds", &block_bounds, py::arg("counts"), py::arg("number"),
                R"(For tests: (parameter, first element, number of elements, offset in the bucket) of one block.
 

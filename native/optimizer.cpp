@@ -1,49 +1,25 @@
 #include "optimizer.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <sstream>
 #include <stdexcept>
-#include <string>
 
-#include "bucket.hpp"
+#include "step_job.hpp"
+#include "tuning.hpp"
 
 namespace spipe {
 namespace {
 
-enum class State { idle, submitted, joining, stepped, rolling_back };
-const char* const state_names[] = {"idle", "submitted", "joining", "stepped", "rolling back"};
+enum class State { idle, submitted, joining, stepped, rolling_back, committing };
+const char* const state_names[] = {"idle", "submitted", "joining", "stepped", "rolling back", "committing"};
 
-// What the last step did to a block. Each entry is written by the one worker that has the block.
-enum class Outcome : uint8_t { untouched, stepped, bypassed };
-
-void require(bool condition, const char* argument, double value, const char* allowed) {
-    if (condition) return;
-    std::ostringstream text;
-    text << argument << " is " << value << "; it must be " << allowed;
-    throw std::invalid_argument(text.str());
-}
-
-std::vector<int64_t> element_counts(const std::vector<Parameter>& parameters) {
-    std::vector<int64_t> counts;
-    counts.reserve(parameters.size());
-    for (const Parameter& parameter : parameters) counts.push_back(parameter.count);
-    return counts;
-}
-
-// Large enough that claiming costs nothing, small enough that all workers end together.
-int64_t blocks_per_chunk(int64_t num_blocks, int num_threads) {
-    return std::clamp<int64_t>(num_blocks / (int64_t{8} * num_threads), 1, 16);
-}
+constexpr int64_t bytes_of_traffic = 28;  // an element, with half gradients and weights
 
 }  // namespace
 
 struct Optimizer::Bucket {
-    explicit Bucket(std::vector<Parameter> given)
-        : parameters(std::move(given)),
-          index(element_counts(parameters)),
-          outcomes(static_cast<size_t>(index.num_blocks()), Outcome::untouched) {}
+    Bucket(std::vector<Parameter> parameters, const Hyperparameters& common, int num_threads)
+        : data(std::move(parameters), common, num_threads) {}
 
     void require_state(int number, const char* action, State wanted) const {
         if (state == wanted) return;
@@ -52,114 +28,30 @@ struct Optimizer::Bucket {
                                state_names[static_cast<int>(wanted)]);
     }
 
-    const std::vector<Parameter> parameters;
-    const BlockIndex index;
-    std::vector<Outcome> outcomes;
-    Snapshot snapshot;
-    State state = State::idle;
-    std::shared_ptr<StepJob> job;
-    int64_t fail_at_block = -1;
-};
-
-class Optimizer::StepJob final : public Job {
-  public:
-    StepJob(Bucket& bucket, const AdamScalars& scalars, const StepOptions& options, int64_t chunk_blocks)
-        : Job((bucket.index.num_blocks() + chunk_blocks - 1) / chunk_blocks),
-          bucket_(bucket),
-          scalars_(scalars),
-          options_(options),
-          kernels_(adam_kernels(instruction_set())),
-          chunk_blocks_(chunk_blocks),
-          fail_at_block_(bucket.fail_at_block) {
-        bucket.fail_at_block = -1;
-    }
-
-    bool speculative() const { return options_.speculative; }
-    int64_t bypassed() const { return bypassed_.load(); }
-
-  protected:
-    void run(int64_t chunk) override {
-        const int64_t first = chunk * chunk_blocks_;
-        const int64_t last = std::min(first + chunk_blocks_, bucket_.index.num_blocks()) - 1;
-        Block block = bucket_.index.at(first);
-        for (int64_t number = first;; ++number) {
-            if (number == fail_at_block_) throw std::runtime_error("failure of a block, as a test asked for");
-            bucket_.outcomes[static_cast<size_t>(number)] = step(block);
-            if (number == last) return;
-            block = bucket_.index.next(block);
-        }
-    }
-
-  private:
-    Outcome step(const Block& block) {
-        const Parameter& p = bucket_.parameters[block.parameter];
-        alignas(64) float scaled[block_elements];
-        const void* const gradient = element_address(p.gradient, block.first, p.gradient_dtype);
-        const void* const gradient2 =
-            p.gradient2 == 0 ? nullptr : element_address(p.gradient2, block.first, p.gradient_dtype);
-        if (kernels_.scale_gradient[static_cast<int>(p.gradient_dtype)](gradient, gradient2, scalars_.gradient_scale,
-                                                                        scaled, block.count)) {
-            bypassed_.fetch_add(1);
-            return Outcome::bypassed;
-        }
-        if (options_.speculative) bucket_.snapshot.save(p, block);
-        kernels_.step[static_cast<int>(p.weight_dtype)](
-            scalars_, decay_factor(options_.learning_rate, p.weight_decay), scaled,
-            element_pointer<float>(p.master, block.first), element_pointer<float>(p.first_moment, block.first),
-            element_pointer<float>(p.second_moment, block.first),
-            element_address(p.weight, block.first, p.weight_dtype), block.count);
-        return Outcome::stepped;
-    }
-
-    Bucket& bucket_;
-    const AdamScalars scalars_;
-    const StepOptions options_;
-    const AdamKernels& kernels_;
-    const int64_t chunk_blocks_;
-    const int64_t fail_at_block_;
-    std::atomic<int64_t> bypassed_{0};
-};
-
-class Optimizer::RollbackJob final : public Job {
-  public:
-    RollbackJob(Bucket& bucket, int64_t chunk_blocks)
-        : Job((bucket.index.num_blocks() + chunk_blocks - 1) / chunk_blocks),
-          bucket_(bucket),
-          kernels_(adam_kernels(instruction_set())),
-          chunk_blocks_(chunk_blocks) {}
-
-  protected:
-    void run(int64_t chunk) override {
-        const int64_t first = chunk * chunk_blocks_;
-        const int64_t last = std::min(first + chunk_blocks_, bucket_.index.num_blocks()) - 1;
-        Block block = bucket_.index.at(first);
-        for (int64_t number = first;; ++number) {
-            Outcome& outcome = bucket_.outcomes[static_cast<size_t>(number)];
-            if (outcome == Outcome::stepped) {
-                const Parameter& p = bucket_.parameters[block.parameter];
-                bucket_.snapshot.restore(p, block);
-                kernels_.round_weight[static_cast<int>(p.weight_dtype)](
-                    element_pointer<float>(p.master, block.first),
-                    element_address(p.weight, block.first, p.weight_dtype), block.count);
+    std::vector<double> sums_of_squares() const {
+        std::vector<double> sums(data.parameters.size());
+        for (size_t p = 0; p < sums.size(); ++p) {
+            for (int64_t block = data.index.first_block_of(p); block < data.index.first_block_of(p + 1); ++block) {
+                sums[p] += data.block_sums[static_cast<size_t>(block)];
             }
-            outcome = Outcome::untouched;
-            if (number == last) return;
-            block = bucket_.index.next(block);
         }
+        return sums;
     }
 
-  private:
-    Bucket& bucket_;
-    const AdamKernels& kernels_;
-    const int64_t chunk_blocks_;
+    BucketData data;
+    State state = State::idle;
+    SubmitOptions options;
+    std::shared_ptr<StepJob> job;
 };
 
-Optimizer::Optimizer(std::shared_ptr<WorkerPool> pool, double beta1, double beta2, double epsilon)
-    : pool_(std::move(pool)), beta1_(beta1), beta2_(beta2), epsilon_(epsilon) {
+Optimizer::Optimizer(std::shared_ptr<WorkerPool> pool, const OptimizerOptions& options)
+    : pool_(std::move(pool)), options_(options), rollback_(options.rollback) {
     if (pool_ == nullptr) throw std::invalid_argument("pool is None; it must be a WorkerPool");
-    require(beta1 >= 0 && beta1 < 1, "beta1", beta1, "in [0, 1)");
-    require(beta2 >= 0 && beta2 < 1, "beta2", beta2, "in [0, 1)");
-    require(epsilon > 0 && !std::isinf(epsilon), "epsilon", epsilon, "positive and finite");
+    check_betas_and_epsilon("", options.beta1, options.beta2, options.epsilon);
+    if (options.undo_budget_bytes.value_or(0) < 0) {
+        throw std::invalid_argument("undo_budget_bytes is " + std::to_string(*options.undo_budget_bytes) +
+                                    "; it must not be negative");
+    }
 }
 
 Optimizer::~Optimizer() {
@@ -175,27 +67,63 @@ Optimizer::~Optimizer() {
 
 int Optimizer::add_bucket(std::vector<Parameter> parameters) {
     check_bucket(parameters);
-    auto bucket = std::make_unique<Bucket>(std::move(parameters));
+    const Hyperparameters common{options_.beta1, options_.beta2, options_.epsilon, 0, 0, 1};
+    auto bucket = std::make_unique<Bucket>(std::move(parameters), common, pool_->num_threads());
     std::lock_guard<std::mutex> lock(mutex_);
+    num_elements_ += bucket->data.index.num_elements();
+    for (const Parameter& p : bucket->data.parameters) {
+        if (p.beta1.value_or(options_.beta1) == 0 || p.beta2.value_or(options_.beta2) == 0) some_beta_is_zero_ = true;
+    }
     buckets_.push_back(std::move(bucket));
     return static_cast<int>(buckets_.size()) - 1;
 }
 
-void Optimizer::submit(int number, const StepOptions& options) {
-    require(options.step >= 1, "step", static_cast<double>(options.step), "at least 1");
-    require(options.learning_rate >= 0 && !std::isinf(options.learning_rate), "learning_rate", options.learning_rate,
+void Optimizer::settle_rollback() {
+    if (rollback_ != Rollback::automatic) return;
+    const int64_t budget = options_.undo_budget_bytes ? *options_.undo_budget_bytes : default_undo_budget_bytes();
+    rollback_ = choose_rollback(num_elements_, some_beta_is_zero_, budget);
+}
+
+// With the options that the bucket holds. The caller has the lock.
+std::shared_ptr<StepJob> Optimizer::make_job(Bucket& bucket, bool speculative) const {
+    const Tuning choice = tuning();
+    const bool beyond_caches = num_elements_ * bytes_of_traffic > cache_bytes() / 2;
+    StepPlan plan;
+    if (speculative && rollback_ == Rollback::defer) {
+        plan.inspect_only = true;
+    } else if (speculative) {
+        plan.undo = rollback_;
+    }
+    plan.with_sums = bucket.options.statistics;
+    plan.stochastic = options_.stochastic_rounding;
+    plan.random_seed = step_seed(options_.seed, bucket.options.step.step);
+    plan.stream_state = choice.stores == Stores::all;
+    plan.stream_weight = choice.stores == Stores::automatic ? beyond_caches : choice.stores != Stores::plain;
+    plan.prefetch_elements = choice.prefetch_elements;
+    return std::make_shared<StepJob>(bucket.data, plan);
+}
+
+void Optimizer::submit(int number, const SubmitOptions& options) {
+    const StepOptions& step = options.step;
+    require(step.step >= 1, "step", static_cast<double>(step.step), "at least 1");
+    require(step.learning_rate >= 0 && !std::isinf(step.learning_rate), "learning_rate", step.learning_rate,
             "finite and not negative");
-    require(std::isfinite(options.gradient_scale), "gradient_scale", options.gradient_scale, "finite");
-    const AdamScalars scalars =
-        adam_scalars(beta1_, beta2_, epsilon_, options.step, options.learning_rate, options.gradient_scale);
+    require(std::isfinite(step.gradient_scale), "gradient_scale", step.gradient_scale, "finite");
+    if (options.event != 0) waiter_.require_driver(options.event);
     std::lock_guard<std::mutex> lock(mutex_);
     Bucket& bucket = at(number);
     bucket.require_state(number, "submit", State::idle);
-    if (options.speculative) bucket.snapshot.allocate(bucket.index.num_elements());
-    std::fill(bucket.outcomes.begin(), bucket.outcomes.end(), Outcome::untouched);
-    const int64_t chunk_blocks = blocks_per_chunk(bucket.index.num_blocks(), pool_->num_threads());
-    auto job = std::make_shared<StepJob>(bucket, scalars, options, chunk_blocks);
-    pool_->submit(job);
+    BucketData& data = bucket.data;
+    if (options.speculative) {
+        settle_rollback();
+        data.undo.allocate(rollback_, data.index, data.num_chunks(), options_.stochastic_rounding);
+    }
+    if (options.statistics) data.block_sums.resize(static_cast<size_t>(data.index.num_blocks()));
+    data.scalars = data.groups.scalars(options_.bias_correction, step);
+    std::fill(data.outcomes.begin(), data.outcomes.end(), Outcome::untouched);
+    bucket.options = options;
+    auto job = make_job(bucket, options.speculative);
+    waiter_.submit(*pool_, job, options.event);
     bucket.job = std::move(job);
     bucket.state = State::submitted;
 }
@@ -211,13 +139,15 @@ StepResult Optimizer::join(int number) {
         job = bucket->job;
     }
     pool_->wait(*job);
+    StepResult result{job->bypassed() > 0, job->seconds(), job->cpu_seconds(), job->bypassed(), {}};
     {
         std::lock_guard<std::mutex> lock(mutex_);
+        if (bucket->options.statistics) result.sums_of_squares = bucket->sums_of_squares();
         bucket->job.reset();
-        bucket->state = job->speculative() ? State::stepped : State::idle;
+        bucket->state = bucket->options.speculative ? State::stepped : State::idle;
     }
     if (job->error() != nullptr) std::rethrow_exception(job->error());
-    return {job->bypassed() > 0, job->seconds(), job->cpu_seconds(), job->bypassed()};
+    return result;
 }
 
 void Optimizer::rollback(int number) {
@@ -227,21 +157,42 @@ void Optimizer::rollback(int number) {
         std::lock_guard<std::mutex> lock(mutex_);
         bucket = &at(number);
         bucket->require_state(number, "roll back", State::stepped);
-        job =
-            std::make_shared<RollbackJob>(*bucket, blocks_per_chunk(bucket->index.num_blocks(), pool_->num_threads()));
+        if (rollback_ == Rollback::defer) {
+            bucket->state = State::idle;
+            return;
+        }
+        job = std::make_shared<RollbackJob>(bucket->data, rollback_, options_.stochastic_rounding);
         pool_->submit(job);
         bucket->state = State::rolling_back;
     }
     pool_->wait(*job);
     std::lock_guard<std::mutex> lock(mutex_);
-    bucket->state = State::idle;
+    // After a failure, blocks that were restored are marked as untouched, so that it can be called again.
+    bucket->state = job->error() == nullptr ? State::idle : State::stepped;
+    if (job->error() != nullptr) std::rethrow_exception(job->error());
 }
 
 void Optimizer::commit(int number) {
+    std::shared_ptr<StepJob> job;
+    Bucket* bucket = nullptr;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        bucket = &at(number);
+        bucket->require_state(number, "commit", State::stepped);
+        if (rollback_ != Rollback::defer) {
+            bucket->state = State::idle;
+            return;
+        }
+        job = make_job(*bucket, false);
+        pool_->submit(job);
+        bucket->job = job;
+        bucket->state = State::committing;
+    }
+    pool_->wait(*job);
     std::lock_guard<std::mutex> lock(mutex_);
-    Bucket& bucket = at(number);
-    bucket.require_state(number, "commit", State::stepped);
-    bucket.state = State::idle;
+    bucket->job.reset();
+    bucket->state = State::idle;
+    if (job->error() != nullptr) std::rethrow_exception(job->error());
 }
 
 int Optimizer::num_buckets() const {
@@ -254,16 +205,28 @@ const char* Optimizer::state(int number) const {
     return state_names[static_cast<int>(at(number).state)];
 }
 
-int64_t Optimizer::snapshot_bytes() const {
+const char* Optimizer::rollback_name() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return name_of_rollback(rollback_);
+}
+
+int64_t Optimizer::undo_bytes() const {
     std::lock_guard<std::mutex> lock(mutex_);
     int64_t total = 0;
-    for (const auto& bucket : buckets_) total += bucket->snapshot.num_bytes();
+    for (const auto& bucket : buckets_) total += bucket->data.undo.num_bytes(bucket->job == nullptr);
     return total;
+}
+
+int64_t Optimizer::logged_bytes(int number) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const Bucket& bucket = at(number);
+    bucket.require_state(number, "read the log of", State::stepped);
+    return bucket.data.undo.logged_bytes();
 }
 
 void Optimizer::fail_at_block(int number, int64_t block) {
     std::lock_guard<std::mutex> lock(mutex_);
-    at(number).fail_at_block = block;
+    at(number).data.fail_at_block = block;
 }
 
 Optimizer::Bucket& Optimizer::at(int number) const {

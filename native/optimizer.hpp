@@ -9,60 +9,85 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <vector>
 
+#include "event_waiter.hpp"
+#include "hyperparameters.hpp"
 #include "parameter.hpp"
+#include "rollback.hpp"
 #include "worker_pool.hpp"
 
 namespace spipe {
+
+struct OptimizerOptions {
+    double beta1 = 0;
+    double beta2 = 0;
+    double epsilon = 0;
+    bool bias_correction = true;
+    bool stochastic_rounding = false;
+    uint64_t seed = 0;
+    Rollback rollback = Rollback::snapshot;
+    std::optional<int64_t> undo_budget_bytes;  // what `automatic` may use; half of the available memory if not given
+};
+
+struct SubmitOptions {
+    StepOptions step;
+    bool speculative = false;
+    bool statistics = false;  // also sum the squares of the gradients
+    uintptr_t event = 0;      // CUDA event that the step waits for; 0 for none
+};
 
 struct StepResult {
     bool nonfinite;      // some block had a NaN or infinite gradient after scaling
     double seconds;      // wall clock, from the first worker's start to the last one's end
     double cpu_seconds;  // of all workers together
     int64_t bypassed;    // blocks left untouched because of a non-finite gradient
+    // For each parameter, if asked for: of the gradients before scaling; NaN or infinite if they are.
+    std::vector<double> sums_of_squares;
 };
 
-struct StepOptions {
-    int64_t step;  // 1-based, for the bias correction
-    double learning_rate;
-    double gradient_scale;  // factor on every gradient: 1 / loss scale, times the clip coefficient
-    bool speculative;
-};
+class StepJob;
 
 class Optimizer {
   public:
     // Throws std::invalid_argument unless both betas are in [0, 1) and epsilon is positive and finite.
-    Optimizer(std::shared_ptr<WorkerPool> pool, double beta1, double beta2, double epsilon);
+    Optimizer(std::shared_ptr<WorkerPool> pool, const OptimizerOptions& options);
     // Waits for what is still submitted.
     ~Optimizer();
     Optimizer(const Optimizer&) = delete;
     Optimizer& operator=(const Optimizer&) = delete;
 
     int add_bucket(std::vector<Parameter> parameters);
-    void submit(int bucket, const StepOptions& options);
+    void submit(int bucket, const SubmitOptions& options);
     StepResult join(int bucket);
     void rollback(int bucket);
     void commit(int bucket);
 
     int num_buckets() const;
     const char* state(int bucket) const;
-    int64_t snapshot_bytes() const;
+    const char* rollback_name() const;
+    // Bytes held for undoing, of all buckets; and those that the last speculative step of one bucket needed.
+    int64_t undo_bytes() const;
+    int64_t logged_bytes(int bucket) const;
     // For tests: the next step of the bucket throws std::runtime_error when it reaches this block.
     void fail_at_block(int bucket, int64_t block);
 
   private:
     struct Bucket;
-    class StepJob;
-    class RollbackJob;
     Bucket& at(int bucket) const;
+    void settle_rollback();
+    std::shared_ptr<StepJob> make_job(Bucket& bucket, bool speculative) const;
 
     const std::shared_ptr<WorkerPool> pool_;
-    const double beta1_;
-    const double beta2_;
-    const double epsilon_;
+    const OptimizerOptions options_;
     mutable std::mutex mutex_;
+    Rollback rollback_;  // `automatic` until the first speculative step decides
+    int64_t num_elements_ = 0;
+    bool some_beta_is_zero_ = false;
     std::vector<std::unique_ptr<Bucket>> buckets_;
+    EventWaiter waiter_;  // destroyed first: no job is handed to the pool after that
 };
 
 }  // namespace spipe

@@ -3,8 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <sstream>
 #include <stdexcept>
+
+#include "text.hpp"
 
 namespace spipe {
 namespace {
@@ -15,12 +16,6 @@ struct Range {
     size_t parameter;
     const char* name;
 };
-
-std::string hexadecimal(uintptr_t pointer) {
-    std::ostringstream text;
-    text << "0x" << std::hex << pointer;
-    return text.str();
-}
 
 std::string label(size_t parameter, const char* name) {
     return "parameter " + std::to_string(parameter) + ": " + name;
@@ -41,6 +36,17 @@ void check_overlap(std::vector<Range>& ranges) {
 }
 
 }  // namespace
+
+void require(bool condition, const std::string& argument, double value, const char* allowed) {
+    if (condition) return;
+    throw std::invalid_argument(argument + " is " + text_of(value) + "; it must be " + allowed);
+}
+
+void check_betas_and_epsilon(const std::string& prefix, double beta1, double beta2, double epsilon) {
+    require(beta1 >= 0 && beta1 < 1, prefix + "beta1", beta1, "in [0, 1)");
+    require(beta2 >= 0 && beta2 < 1, prefix + "beta2", beta2, "in [0, 1)");
+    require(epsilon > 0 && !std::isinf(epsilon), prefix + "epsilon", epsilon, "positive and finite");
+}
 
 Dtype dtype_of_name(const std::string& argument, const std::string& name) {
     for (Dtype dtype : {Dtype::fp32, Dtype::bf16, Dtype::fp16}) {
@@ -78,11 +84,13 @@ void check_bucket(const std::vector<Parameter>& parameters) {
     for (size_t i = 0; i < parameters.size(); ++i) {
         const Parameter& p = parameters[i];
         check_count(label(i, "count"), p.count);
-        if (!(p.weight_decay >= 0) || std::isinf(p.weight_decay)) {
-            std::ostringstream text;
-            text << label(i, "weight_decay") << " is " << p.weight_decay << "; it must be finite and not negative";
-            throw std::invalid_argument(text.str());
-        }
+        const auto not_negative = [&](const char* name, double value) {
+            require(value >= 0 && !std::isinf(value), label(i, name), value, "finite and not negative");
+        };
+        not_negative("weight_decay", p.weight_decay);
+        not_negative("l2_decay", p.l2_decay);
+        not_negative("learning_rate_factor", p.learning_rate_factor);
+        check_betas_and_epsilon(label(i, ""), p.beta1.value_or(0), p.beta2.value_or(0), p.epsilon.value_or(1));
         const auto add = [&](const char* name, uintptr_t pointer, Dtype dtype) {
             check_pointer(label(i, name), pointer, dtype);
             const auto num_bytes = static_cast<uintptr_t>(p.count * bytes_per_element(dtype));

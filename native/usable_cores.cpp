@@ -6,8 +6,9 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
 #include <string>
+
+#include "text.hpp"
 
 namespace spipe {
 namespace {
@@ -26,24 +27,14 @@ int affinity_cores() {
     return 1;
 }
 
-// C files, not C++ streams: where the module is linked with a libstdc++ of its own beside torch's, streams crash.
-std::string text_of(const std::string& path) {
-    const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "r"), std::fclose);
-    if (!file) return "";
-    char buffer[4096];
-    std::string text;
-    for (size_t count; (count = std::fread(buffer, 1, sizeof buffer, file.get())) > 0;) text.append(buffer, count);
-    return text;
-}
-
 // Quota in cores of one group folder: version 2 (`cpu.max`) or version 1 (`cpu.cfs_*`); 0 if it sets none.
 double quota_of_group(const std::string& folder) {
     double quota = 0;
     double period = 0;
-    const std::string version2 = text_of(folder + "/cpu.max");  // "max 100000" or "200000 100000"
+    const std::string version2 = text_of_file(folder + "/cpu.max");  // "max 100000" or "200000 100000"
     if (std::sscanf(version2.c_str(), "%lf %lf", &quota, &period) != 2) {
-        quota = std::atof(text_of(folder + "/cpu.cfs_quota_us").c_str());
-        period = std::atof(text_of(folder + "/cpu.cfs_period_us").c_str());
+        quota = std::atof(text_of_file(folder + "/cpu.cfs_quota_us").c_str());
+        period = std::atof(text_of_file(folder + "/cpu.cfs_period_us").c_str());
     }
     return quota > 0 && period > 0 ? quota / period : 0.0;
 }
@@ -54,7 +45,7 @@ bool contains_cpu(const std::string& controllers) {
 
 int cgroup_cores() {
     double tightest = 0;
-    const std::string groups = text_of("/proc/self/cgroup");
+    const std::string groups = text_of_file("/proc/self/cgroup");
     for (size_t begin = 0, end; begin < groups.size(); begin = end + 1) {  // lines "hierarchy:controllers:/path"
         end = std::min(groups.find('\n', begin), groups.size());
         const std::string line = groups.substr(begin, end - begin);

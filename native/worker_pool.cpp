@@ -103,6 +103,15 @@ void WorkerPool::submit(std::shared_ptr<Job> job) {
     state_->work_available.notify_one();  // workers wake each other, so that the caller does not pay for all of them
 }
 
+void WorkerPool::fail(Job& job, std::exception_ptr error) const {
+    {
+        std::lock_guard<std::mutex> lock(state_->mutex);
+        job.error_ = std::move(error);
+        job.done_ = true;
+    }
+    state_->job_done.notify_all();
+}
+
 void WorkerPool::wait(const Job& job) const {
     require_same_process();
     std::unique_lock<std::mutex> lock(state_->mutex);

@@ -63,6 +63,8 @@ class WorkerPool {
 
     // Returns at once. Throws std::runtime_error after close() and in a forked child.
     void submit(std::shared_ptr<Job> job);
+    // Makes a job that was never submitted done, with this error.
+    void fail(Job& job, std::exception_ptr error) const;
     // Blocks until the job is done. Does not throw the error of the job.
     void wait(const Job& job) const;
     // Finishes the queue and ends the threads; may be called twice.

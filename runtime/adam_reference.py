@@ -58,6 +58,44 @@ def to_fp32(values: FloatArray | HalfArray) -> FloatArray:
     raise ValueError(f"dtype is {values.dtype}; it must be float32, float16, or uint16 holding bf16 bits")
 
 
+def _mixed(x: int) -> int:
+    """splitmix64."""
+    mask = 2**64 - 1
+    x = (x + 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+def random_bits(seed: int, step: int, stream: int, first: int, count: int) -> NDArray[np.uint32]:
+    """Noise of stochastic rounding for the elements from ``first`` (start of a block) on: a hash of all arguments."""
+    key = _mixed(_mixed(_mixed(_mixed(seed) ^ step) ^ stream) ^ first)
+    x = np.arange(count, dtype=np.uint32) + np.uint32(key & 0xFFFFFFFF)
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15)) ^ np.uint32(key >> 32)) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def round_randomly_into(weight: FloatArray | HalfArray, master: FloatArray, random: NDArray[np.uint32]) -> None:
+    """Like ``round_into``, but up with the probability of the fraction that is cut off: finite values, halves only."""
+    bits = master.view(np.uint32)
+    if weight.dtype == np.uint16:
+        rounded = (bits + (random & np.uint32(0xFFFF))) >> np.uint32(16)
+        weight[...] = np.where(np.isnan(master), bf16_from_fp32(master), rounded)
+    elif weight.dtype == np.float16:
+        magnitude, sign = bits & np.uint32(0x7FFFFFFF), (bits >> np.uint32(16)) & np.uint32(0x8000)
+        noise = random & np.uint32(0x1FFF)
+        small = magnitude < np.uint32(113 << 23)
+        normal = (magnitude - np.uint32(112 << 23) + noise) >> np.uint32(13)
+        units = np.where(small, magnitude, np.uint32(0)).view(np.float32) * np.float32(2.0**24)
+        denormal = (units + noise.astype(np.float32) * np.float32(2.0**-13)).astype(np.uint32)
+        finite = np.where(magnitude >= np.uint32(0x47800000), np.uint32(0x7C00), np.where(small, denormal, normal))
+        rounded = (sign | finite).astype(np.uint16)
+        weight.view(np.uint16)[...] = np.where(np.isnan(master), fp16_from_fp32(master).view(np.uint16), rounded)
+    else:
+        round_into(weight, master)
+
+
 def round_into(weight: FloatArray | HalfArray, master: FloatArray) -> None:
     """Writes ``master`` (fp32) into ``weight`` (same shape), rounded to the dtype of ``weight``."""
     if weight.dtype == np.float32:
@@ -85,20 +123,29 @@ def adamw_step(
     weight_decay: float = 0.0,
     gradient_scale: float = 1.0,
     gradient2: FloatArray | HalfArray | None = None,
+    l2_decay: float = 0.0,
+    learning_rate_factor: float = 1.0,
+    bias_correction: bool = True,
+    rounding: str = "nearest",
+    seed: int = 0,
+    random_stream: int = 0,
 ) -> int:
     """One AdamW step in place on one parameter; all arrays have shape (num_elements,).
 
     ``step`` counts from 1; ``gradient_scale`` multiplies every gradient; ``gradient2`` is added to ``gradient`` in
-    fp32 first. Scalars are computed in fp64 and rounded once. Returns the number of blocks of 4096 elements that were
-    left untouched because a scaled gradient in them is NaN or infinite.
+    fp32 first. ``l2_decay`` times the master is added to the gradient, after the test for non-finite values.
+    ``rounding`` is 'nearest' or 'stochastic'. Scalars are computed in fp64 and rounded once. Returns the number of
+    blocks of 4096 elements that were left untouched because a scaled gradient in them is NaN or infinite.
     """
     scale = np.float32(gradient_scale)
     b1, one_minus_b1 = np.float32(beta1), np.float32(1.0 - beta1)
     b2, one_minus_b2 = np.float32(beta2), np.float32(1.0 - beta2)
-    decay = np.float32(1.0 - learning_rate * weight_decay)
-    step_size = np.float32(learning_rate / (1.0 - float(beta1) ** step))
-    sqrt_bias_correction2 = np.float32((1.0 - float(beta2) ** step) ** 0.5)
-    eps = np.float32(epsilon)
+    learning_rate = learning_rate * learning_rate_factor
+    correction1 = 1.0 - float(beta1) ** step if bias_correction else 1.0
+    correction2 = (1.0 - float(beta2) ** step) ** 0.5 if bias_correction else 1.0
+    decay, l2 = np.float32(1.0 - learning_rate * weight_decay), np.float32(l2_decay)
+    step_size = np.float32(learning_rate / correction1 * correction2)
+    eps = max(np.float32(epsilon * correction2), np.finfo(np.float32).tiny)
     bypassed = 0
     with np.errstate(all="ignore"):
         g = to_fp32(gradient)
@@ -110,27 +157,40 @@ def adamw_step(
             if not np.isfinite(g[block]).all():
                 bypassed += 1
                 continue
-            m = b1 * first_moment[block] + one_minus_b1 * g[block]
-            v = b2 * second_moment[block] + one_minus_b2 * (g[block] * g[block])
-            p = master[block] * decay
-            p = p - step_size * (m / (np.sqrt(v) / sqrt_bias_correction2 + eps))
+            gradient_block = g[block] if l2 == 0 else g[block] + l2 * master[block]
+            m = b1 * first_moment[block] + one_minus_b1 * gradient_block
+            v = b2 * second_moment[block] + one_minus_b2 * (gradient_block * gradient_block)
+            p = master[block] * decay - step_size * (m / (np.sqrt(v) + eps))
             first_moment[block] = m
             second_moment[block] = v
             master[block] = p
-            round_into(weight[block], master[block])
+            if rounding == "stochastic":
+                random = random_bits(seed, step, random_stream, begin, len(p))
+                round_randomly_into(weight[block], master[block], random)
+            else:
+                round_into(weight[block], master[block])
     return bypassed
 
 
 def sum_of_squares(gradient: FloatArray | HalfArray, gradient2: FloatArray | HalfArray | None = None) -> float:
-    """Twin of ``spipe._native.gradient_statistics``: fp64, blocks summed in order, block sums added in order."""
+    """Twin of ``spipe._native.gradient_statistics``, in fp64.
+
+    In a block, element i is added to partial sum i mod 16 and the partial sums are added in halves; the sums of the
+    blocks are added in order.
+    """
     values = to_fp32(gradient)
     if gradient2 is not None:
         values = values + to_fp32(gradient2)
     squares = np.square(values.astype(np.float64))
     total = 0.0
     for begin in range(0, len(squares), BLOCK_ELEMENTS):
-        # cumsum adds one element after the other; sum would add in pairs.
-        total += float(np.cumsum(squares[begin : begin + BLOCK_ELEMENTS])[-1])
+        block = squares[begin : begin + BLOCK_ELEMENTS]
+        rows = np.zeros((-(-len(block) // 16), 16))
+        rows.ravel()[: len(block)] = block
+        lanes = np.cumsum(rows, axis=0)[-1]  # cumsum adds one row after the other; sum would add in pairs
+        while len(lanes) > 1:
+            lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+        total += float(lanes[0])
     return total
 
 

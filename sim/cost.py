@@ -1,7 +1,7 @@
 """Cost model: seconds of layers and stages, bytes, and the optimizer's rate, for a model on a hardware.
 
 A layer takes the measured time where the hardware spec has one for that (layer, pass, shape, dtype), scaled if only
-another microbatch was measured, else a roofline; what is not measured is said in ``notes``. ``spipe.sim.pricing`` turns
+another microbatch was measured, else an estimate from peak rates; what is not measured is said in ``notes``. ``spipe.sim.pricing`` turns
 this into the costs of ops.
 """
 
@@ -128,8 +128,9 @@ class CostModel:
         )
 
     def _roofline_s(self, kind: LayerKind, pass_name: PassName, shape: MeasuredLayer | None = None) -> float:
-        """The larger of operations / reachable rate and bytes / memory bandwidth.
+        """Operations / reachable rate, and bytes / memory bandwidth beside it.
 
+        The sum, not the larger of the two: a layer alternates between matrix products and ops that only move data.
         Bytes: weights and activations once for a forward pass, twice (and gradients read and written) for a backward.
         """
         size, sequence = (shape.microbatch_size, shape.sequence) if shape else (self.microbatch_size, self.sequence)
@@ -145,7 +146,7 @@ class CostModel:
                 kind, size, sequence, self.element_bytes
             )
             num_bytes = moved if pass_name != "backward" else 2 * (moved + parameters * self.gradient_element_bytes)
-        return max(flops / rate, num_bytes / accelerator.memory_bandwidth_bytes_per_s)
+        return flops / rate + num_bytes / accelerator.memory_bandwidth_bytes_per_s
 
     def roofline_ratio(self, kind: LayerKind, pass_name: PassName) -> float:
         """Time of a layer in units of a block's, by peak rates; 0 where those are unlimited."""

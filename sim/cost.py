@@ -1,8 +1,8 @@
 """Cost model: seconds of layers and stages, bytes, and the optimizer's rate, for a model on a hardware.
 
 A layer takes the measured time where the hardware spec has one for that (layer, pass, shape, dtype), scaled if only
-another microbatch was measured, else an estimate from peak rates; what is not measured is said in ``notes``. ``spipe.sim.pricing`` turns
-this into the costs of ops.
+another microbatch was measured, else an estimate from peak rates; what is not measured is said in ``notes``.
+``spipe.sim.pricing`` turns this into the costs of ops.
 """
 
 import math

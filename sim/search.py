@@ -259,7 +259,8 @@ class _Search:
     def attempt(self, candidate: Candidate, gain: float = 0.0) -> MemoryReport | None:
         """Simulate a candidate if it fits; else note why not, and return its memory where that is the reason.
 
-        It becomes the best one if it is faster by more than the fraction ``gain``.
+        It becomes the best one if it is faster by more than the fraction ``gain``; otherwise it is a row of the table
+        only if ``gain`` is 0.
         """
         size, reason = self.too_big.get(candidate.shape, (candidate.microbatch_size + 1, ""))
         if candidate.microbatch_size >= size:
@@ -279,9 +280,11 @@ class _Search:
         except SpipeError as error:
             self.reject(candidate, str(error))
             return None
-        self.simulated.append((candidate, simulation))
-        if simulation.step_s < self.best_s * (1 - gain):
+        better = simulation.step_s < self.best_s * (1 - gain)
+        if better:
             self.best = candidate, simulation
+        if better or not gain:
+            self.simulated.append((candidate, simulation))
         return None
 
     def reject(self, candidate: Candidate, reason: str) -> None:

@@ -49,7 +49,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("-o", "--output", type=Path, required=True, help="new run directory")
     parser.add_argument("--transport", default="auto", help="auto, host, gloo or nccl")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="give up if nothing completes for so long")
-    parser.add_argument("--trace-steps", type=int, default=5, help="last steps that go into the trace")
+    parser.add_argument("--trace-steps", type=int, default=25, help="last steps that go into the trace")
     parser.add_argument("--host-memory-bytes", type=int, help="memory of this host, if it shows less than it has")
     parser.add_argument("--dump-state", type=Path, help="file for weights, masters and moments after the last step")
     return parser.parse_args(arguments)

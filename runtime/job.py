@@ -39,7 +39,7 @@ class Job:
     data: Path | None = None
     transport: str = "auto"
     timeout_s: float = 600.0
-    trace_steps: int = 5
+    trace_steps: int = 25
     host_memory_bytes: int | None = None
     dump_state: Path | None = None
     hooks: TestHooks = field(default=NO_HOOKS)

@@ -91,6 +91,7 @@ def write_results(job: Job, store: Store, settlement: Settlement, about: dict[st
     program = job.plan.program()
     trace = measured_trace(program, store, job.traced_from)
     trace.metadata |= {"plan": job.plan.digest(), "device": about["device"], "transport": about["transport"]}
+    trace.metadata["usable_cores"] = _native.features()["usable_cores"]
     trace.save(job.output / "trace.json")
     rows = [metrics_row(job, store, settlement, step) for step in range(job.steps)]
     times = [row["step_s"] for row in rows]

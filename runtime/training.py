@@ -63,7 +63,7 @@ def run(
     data: str | Path | None = None,
     transport: str = "auto",
     timeout_s: float = 600.0,
-    trace_steps: int = 5,
+    trace_steps: int = 25,
     log: Log | None = None,
     host_memory_bytes: int | None = None,
     dump_state: str | Path | None = None,

@@ -5,7 +5,7 @@ Runs on two CPU ranks, one thread each. Predictions of the plans to be judged ar
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +27,12 @@ GLOBAL_BATCH = 16
 TRAINING_STEPS = 80
 JUDGED_STEPS = 24
 """Three of warm-up and more than twenty whose median counts."""
+ATTEMPTS = 3
+"""A judged run during which something else used the processor is repeated; the least disturbed one counts."""
+UNDISTURBED = 0.9
+"""Least share of the processor that compute ops of a run on an idle machine have."""
+MAX_S = 180
+"""No run is repeated after so long."""
 TRACE_STEPS = 20
 LEARNING_RATE = 2e-3
 # Other plans than the searched one, in schedule, cuts and number of microbatches:
@@ -42,12 +48,18 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Judged:
-    """One of the other plans: what was predicted for its step, and what a run of it took (seconds)."""
+    """One of the other plans: what was predicted for its step, and what a run of it took (seconds).
+
+    Attributes:
+        attempts: how often it was run; the run with the largest ``processor_share`` counts.
+    """
 
     plan: str
     predicted_before_s: float
     predicted_after_s: float
     measured_s: float
+    processor_share: float
+    attempts: int
 
 
 def new_folder(given: Path | None) -> Path:
@@ -87,7 +99,7 @@ def run(folder: Path | None, to: "Console", say: Say) -> dict[str, Any]:
         losses, measured_s = train(simulation, folder, processes, to, say)
         calibration = calibrate(simulation.plan, folder, hardware, to)
         calibrated_s = _predict(simulation.plan, calibration.hardware)
-        judged = judge(hardware, calibration.hardware, folder, processes, to, say)
+        judged = judge(hardware, calibration.hardware, folder, processes, to, say, begin + MAX_S)
     result = {
         "folder": str(folder),
         "loss_first": losses[0],
@@ -151,7 +163,7 @@ def train(simulation: "Simulation", folder: Path, processes: Any, to: "Console",
         f"step: predicted {show.seconds(simulation.step_s)} from assumed numbers, measured "
         f"{show.seconds(done.median_step_s)} ({show.error(simulation.step_s, done.median_step_s)})"
     )
-    warn_if_busy([folder / "run"], to)
+    warn_if_busy(processor_share(folder / "run"), to)
     return losses, done.median_step_s
 
 
@@ -168,9 +180,19 @@ def calibrate(plan: "Plan", folder: Path, hardware: "HardwareSpec", to: "Console
 
 
 def judge(
-    before: "HardwareSpec", after: "HardwareSpec", folder: Path, processes: Any, to: "Console", say: Say
+    before: "HardwareSpec",
+    after: "HardwareSpec",
+    folder: Path,
+    processes: Any,
+    to: "Console",
+    say: Say,
+    deadline: float,
 ) -> list[Judged]:
-    """Predict other plans before and after calibration, write that down, then run them."""
+    """Predict other plans before and after calibration, write that down, then run them.
+
+    Args:
+        deadline: on the monotonic clock; no run is repeated after it.
+    """
     from spipe import show
 
     _head(to, "4", "Predict three other plans, then run them")
@@ -184,11 +206,16 @@ def judge(
     (folder / "predictions.json").write_text(json.dumps(rows, indent=1) + "\n")
     judged = []
     for name, plan in plans.items():
-        say(f"running {name}")
-        done = _train(plan, folder / f"run-{name}", JUDGED_STEPS, processes, say)
-        judged.append(Judged(name, *predicted[name], done.median_step_s))
+        runs: list[tuple[float, float]] = []  # (share of the processor, median step)
+        while not runs or (max(runs)[0] < UNDISTURBED and len(runs) < ATTEMPTS and time.monotonic() < deadline):
+            say(f"running {name}" if not runs else f"running {name} again: something else used the processor")
+            output = folder / "-".join(["run", name, *([str(len(runs) + 1)] if runs else [])])
+            done = _train(plan, output, JUDGED_STEPS, processes, say)
+            runs.append((processor_share(output), done.median_step_s))
+        share, measured_s = max(runs)
+        judged.append(Judged(name, *predicted[name], measured_s, share, len(runs)))
     show.judged(to, [asdict(each) for each in judged])
-    warn_if_busy([folder / f"run-{name}" for name in plans], to)
+    warn_if_busy(min(each.processor_share for each in judged), to)
     return judged
 
 
@@ -215,12 +242,11 @@ def other_plans(hardware: "HardwareSpec") -> "dict[str, Plan]":
     }
 
 
-def warn_if_busy(runs: Iterable[Path], to: "Console") -> None:
+def warn_if_busy(share: float, to: "Console") -> None:
     """Say so if other programs kept the processor from our compute ops: a prediction is for a machine to itself."""
-    shares = [processor_share(run) for run in runs]
-    if min(shares) < 0.9:
+    if share < UNDISTURBED:
         to.print(
-            f"note: compute ops had the processor for only {min(shares):.0%} of their time; something else uses it, "
+            f"note: compute ops had the processor for only {share:.0%} of their time; something else uses it, "
             "which no prediction knows of. Try again on an idle machine.",
             soft_wrap=True,
         )

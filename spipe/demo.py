@@ -5,7 +5,7 @@ Runs on two CPU ranks, one thread each. Predictions of the plans to be judged ar
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,12 +35,14 @@ MAX_S = 180
 """No run is repeated after so long."""
 TRACE_STEPS = 20
 LEARNING_RATE = 2e-3
-# Other plans than the searched one, in schedule, cuts and number of microbatches:
-# name -> (schedule, forward stages per rank, backward stages per rank, microbatch size, global batch).
-OTHERS: dict[str, tuple[str, int, int, int, int]] = {
-    "mobius-2-2": ("mobius", 2, 2, 4, 32),
-    "1f1b-1-1": ("1f1b", 1, 1, 4, 24),
-    "spipe-1-3": ("spipe", 1, 3, 2, 12),
+# Plans to judge: name -> (schedule, forward and backward stages per rank, sequences per microbatch, microbatches, and
+# what embedding and head count in blocks, which moves the cuts). The one with the searched plan's schedule is left
+# out, so the others differ from it in schedule, cuts and number of microbatches.
+OTHERS: dict[str, tuple[str, int, int, int, int, tuple[float, float]]] = {
+    "spipe-1-3": ("spipe", 1, 3, 2, 6, (0.0, 0.5)),
+    "mobius-2-2": ("mobius", 2, 2, 4, 8, (0.0, 0.5)),
+    "1f1b-uneven": ("1f1b", 1, 1, 4, 6, (0.0, 2.0)),
+    "gpipe-uneven": ("gpipe", 1, 1, 2, 10, (2.0, 0.0)),
 }
 
 Say = Callable[[str], None]
@@ -99,7 +101,8 @@ def run(folder: Path | None, to: "Console", say: Say) -> dict[str, Any]:
         losses, measured_s = train(simulation, folder, processes, to, say)
         calibration = calibrate(simulation.plan, folder, hardware, to)
         calibrated_s = _predict(simulation.plan, calibration.hardware)
-        judged = judge(hardware, calibration.hardware, folder, processes, to, say, begin + MAX_S)
+        plans = other_plans(hardware, simulation.plan.schedule)
+        judged = judge(plans, hardware, calibration.hardware, folder, processes, to, say, begin + MAX_S)
     result = {
         "folder": str(folder),
         "loss_first": losses[0],
@@ -180,6 +183,7 @@ def calibrate(plan: "Plan", folder: Path, hardware: "HardwareSpec", to: "Console
 
 
 def judge(
+    plans: "Mapping[str, Plan]",
     before: "HardwareSpec",
     after: "HardwareSpec",
     folder: Path,
@@ -195,8 +199,7 @@ def judge(
     """
     from spipe import show
 
-    _head(to, "4", "Predict three other plans, then run them")
-    plans = other_plans(before)
+    _head(to, "4", f"Predict {len(plans)} other plans, then run them")
     predicted = {name: (_predict(plan, before), _predict(plan, after)) for name, plan in plans.items()}
     for name, plan in plans.items():
         plan.save(folder / f"{name}.json")
@@ -219,26 +222,29 @@ def judge(
     return judged
 
 
-def other_plans(hardware: "HardwareSpec") -> "dict[str, Plan]":
-    """The plans to be judged, by name."""
+def other_plans(hardware: "HardwareSpec", schedule: str) -> "dict[str, Plan]":
+    """The plans to be judged, by name: those of other schedules than ``schedule``."""
     from spipe.model import load_model
     from spipe.plan import AdamW, make_plan
 
+    model = load_model(MODEL)
     return {
         name: make_plan(
-            load_model(MODEL),
+            model,
             hardware,
-            schedule=schedule,
+            schedule=other,
             num_ranks=NUM_RANKS,
             forward_stages=forward,
             backward_stages=backward,
-            microbatch_size=microbatch,
-            global_batch=batch,
+            microbatch_size=size,
+            global_batch=size * microbatches,
             sequence=SEQUENCE,
             precision="fp32",
+            layer_costs=[embedding, *[1.0] * model.num_layers, head],
             optimizer=AdamW(learning_rate=LEARNING_RATE),
         )
-        for name, (schedule, forward, backward, microbatch, batch) in OTHERS.items()
+        for name, (other, forward, backward, size, microbatches, (embedding, head)) in OTHERS.items()
+        if other != schedule
     }
 
 

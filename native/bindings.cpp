@@ -8,6 +8,7 @@
 
 #include "gradient_statistics.hpp"
 #include "instruction_set.hpp"
+#include "numa.hpp"
 #include "parameter.hpp"
 #include "usable_cores.hpp"
 
@@ -37,6 +38,7 @@ py::dict features() {
     result["usable_cores"] = cores.usable;
     result["affinity_cores"] = cores.affinity;
     result["cgroup_cores"] = cores.cgroup > 0 ? py::object(py::int_(cores.cgroup)) : py::object(py::none());
+    result["numa_domains"] = numa_domains().size();
     return result;
 }
 
@@ -71,6 +73,7 @@ sums are added in order, so the bits do not depend on the number of threads. It 
 `pool` may be None: the calling thread then does the work. With `gradient2` (an address, 0 if none) the elements are
 the fp32 sums of both gradients. Releases the GIL.
 Raises ValueError for a null or misaligned address, an unknown dtype or a count below 1.)");
+    module.def("_core_list", &spipe::core_list, py::arg("text"), "For tests: the numbers in a list like '0-3,8'.");
     module.def("copy", &spipe::copy, py::arg("destination"), py::arg("source"), py::arg("num_bytes"),
                R"(Copies `num_bytes` bytes between two addresses on the calling thread, with the GIL released.
 
@@ -80,7 +83,7 @@ The ranges may overlap. Raises ValueError for a null address or a negative size.
 
 instruction_set: the one in use; available_instruction_sets: names for `set_instruction_set`, slowest first;
 affinity_cores: cores in the scheduling mask; cgroup_cores: whole cores of the CPU quota, None without a quota;
-usable_cores: the smaller of the two, which is the size of `WorkerPool(0)`.)");
+usable_cores: the smaller of the two, which is the size of `WorkerPool(0)`; numa_domains: those with usable cores.)");
     module.def("set_instruction_set", &spipe::set_instruction_set, py::arg("name"),
                R"(Selects the vector instructions that later jobs use; every choice gives the same bits.
 

@@ -17,8 +17,15 @@ namespace py = pybind11;
 namespace spipe {
 namespace {
 
-std::shared_ptr<WorkerPool> make_pool(int num_threads) {
-    auto pool = std::make_shared<WorkerPool>(num_threads);
+std::shared_ptr<WorkerPool> make_pool(int num_threads, const std::optional<std::vector<std::string>>& pretended) {
+    std::vector<Domain> domains;
+    if (pretended) {
+        for (const std::string& cores : *pretended)
+            domains.push_back({static_cast<int>(domains.size()), core_list(cores)});
+    } else {
+        domains = numa_domains();
+    }
+    auto pool = std::make_shared<WorkerPool>(num_threads, std::move(domains));
     // Buffers are freed when the interpreter ends: finish what is queued before that.
     const std::weak_ptr<WorkerPool> weak = pool;
     py::module_::import("atexit").attr("register")(py::cpp_function([weak] {
@@ -28,6 +35,14 @@ std::shared_ptr<WorkerPool> make_pool(int num_threads) {
         }
     }));
     return pool;
+}
+
+void first_touch(WorkerPool& pool, uintptr_t address, int64_t num_bytes) {
+    if (address == 0) throw std::invalid_argument("address is 0 (null); it must be the address of a CPU buffer");
+    if (num_bytes < 0) {
+        throw std::invalid_argument("num_bytes is " + std::to_string(num_bytes) + "; it must not be negative");
+    }
+    pool.first_touch(reinterpret_cast<char*>(address), num_bytes);
 }
 
 Parameter make_parameter(uintptr_t gradient, const std::string& gradient_dtype, uintptr_t master,
@@ -105,10 +120,20 @@ void bind_worker_pool(py::module_& module) {
         R"(C++ threads that work for optimizers, first come first served.
 
 `WorkerPool(num_threads=0)`: 0 means as many as the cores that this process may use (scheduling mask and cgroup quota,
-not environment variables). The threads finish what is queued when the pool is deleted or the interpreter exits. A
+not environment variables). On a machine with several NUMA domains each thread stays on the cores of one and first takes
+the work whose memory lies there. The threads finish what is queued when the pool is deleted or the interpreter exits. A
 pool does not survive a fork. Raises ValueError for a negative number of threads.)")
-        .def(py::init(&make_pool), py::arg("num_threads") = 0)
+        .def(py::init(&make_pool), py::arg("num_threads") = 0, py::kw_only(), py::arg("_domains") = py::none())
         .def_property_readonly("num_threads", &WorkerPool::num_threads, "Number of worker threads.")
+        .def_property_readonly(
+            "num_domains", [](const WorkerPool& pool) { return pool.domains().size(); },
+            "Number of NUMA domains that the threads are spread over.")
+        .def("first_touch", &first_touch, py::arg("address"), py::arg("num_bytes"),
+             py::call_guard<py::gil_scoped_release>(),
+             R"(Makes the pages of new memory exist, each in the NUMA domain whose threads will work on it.
+
+Pages that exist stay where they are; the content is kept. Use it on each buffer of a bucket before anything else
+writes there. Raises ValueError for a null address or a negative size.)")
         .def("cpu_seconds", &WorkerPool::cpu_seconds,
              "CPU time in seconds that all worker threads together have used since the pool was made.");
 }

@@ -100,7 +100,7 @@ std::shared_ptr<StepJob> Optimizer::make_job(Bucket& bucket, bool speculative) c
     plan.stream_state = choice.stores == Stores::all;
     plan.stream_weight = choice.stores == Stores::automatic ? beyond_caches : choice.stores != Stores::plain;
     plan.prefetch_elements = choice.prefetch_elements;
-    return std::make_shared<StepJob>(bucket.data, plan);
+    return std::make_shared<StepJob>(bucket.data, plan, *pool_);
 }
 
 void Optimizer::submit(int number, const SubmitOptions& options) {
@@ -143,6 +143,7 @@ StepResult Optimizer::join(int number) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         if (bucket->options.statistics) result.sums_of_squares = bucket->sums_of_squares();
+        if (!bucket->data.placed) bucket->data.place(*pool_);
         bucket->job.reset();
         bucket->state = bucket->options.speculative ? State::stepped : State::idle;
     }
@@ -161,7 +162,7 @@ void Optimizer::rollback(int number) {
             bucket->state = State::idle;
             return;
         }
-        job = std::make_shared<RollbackJob>(bucket->data, rollback_, options_.stochastic_rounding);
+        job = std::make_shared<RollbackJob>(bucket->data, rollback_, options_.stochastic_rounding, *pool_);
         pool_->submit(job);
         bucket->state = State::rolling_back;
     }

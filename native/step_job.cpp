@@ -59,8 +59,35 @@ BucketData::BucketData(std::vector<Parameter> given, const Hyperparameters& comm
       chunk_blocks(blocks_per_chunk(index.num_blocks(), num_threads)),
       outcomes(static_cast<size_t>(index.num_blocks()), Outcome::untouched) {}
 
-StepJob::StepJob(BucketData& bucket, const StepPlan& plan)
-    : Job(bucket.num_chunks()),
+void BucketData::place(const WorkerPool& pool) {
+    placed = true;
+    const size_t num_domains = pool.domains().size();
+    if (num_domains == 1) return;
+    std::vector<uintptr_t> pages;
+    for (int64_t chunk = 0; chunk < num_chunks(); ++chunk) {
+        const Block block = index.at(chunk * chunk_blocks);
+        pages.push_back(reinterpret_cast<uintptr_t>(pointers_of(parameters[block.parameter], block).master) & ~4095ul);
+    }
+    const std::vector<int> nodes = nodes_of_pages(pages);
+    std::vector<std::vector<int64_t>> chunks_of(num_domains);
+    for (size_t chunk = 0; chunk < nodes.size(); ++chunk) {
+        size_t domain = 0;
+        while (domain < num_domains && pool.domains()[domain].node != nodes[chunk]) ++domain;
+        if (domain == num_domains) return;  // unknown, or on a node without workers
+        chunks_of[domain].push_back(static_cast<int64_t>(chunk));
+    }
+    for (const auto& chunks : chunks_of) {
+        order.insert(order.end(), chunks.begin(), chunks.end());
+        ends.push_back(static_cast<int64_t>(order.size()));
+    }
+}
+
+std::vector<int64_t> BucketData::domain_ends(const WorkerPool& pool) const {
+    return ends.empty() ? pool.split_over_domains(num_chunks()) : ends;
+}
+
+StepJob::StepJob(BucketData& bucket, const StepPlan& plan, const WorkerPool& pool)
+    : Job(bucket.domain_ends(pool)),
       bucket_(bucket),
       plan_(plan),
       kernels_(adam_kernels(instruction_set())),
@@ -68,7 +95,8 @@ StepJob::StepJob(BucketData& bucket, const StepPlan& plan)
     bucket.fail_at_block = -1;
 }
 
-void StepJob::run(int64_t chunk) {
+void StepJob::run(int64_t place) {
+    const int64_t chunk = bucket_.chunk_at(place);
     const int64_t first = chunk * bucket_.chunk_blocks;
     const int64_t last = std::min(first + bucket_.chunk_blocks, bucket_.index.num_blocks()) - 1;
     if (plan_.undo == Rollback::delta) bucket_.undo.start_chunk(chunk);
@@ -125,14 +153,15 @@ bool StepJob::inspect(int64_t number, const Parameter& p, const BlockPointers& a
     return seen.nonfinite;
 }
 
-RollbackJob::RollbackJob(BucketData& bucket, Rollback undo, bool with_weights)
-    : Job(bucket.num_chunks()),
+RollbackJob::RollbackJob(BucketData& bucket, Rollback undo, bool with_weights, const WorkerPool& pool)
+    : Job(bucket.domain_ends(pool)),
       bucket_(bucket),
       undo_(undo),
       with_weights_(with_weights),
       kernels_(adam_kernels(instruction_set())) {}
 
-void RollbackJob::run(int64_t chunk) {
+void RollbackJob::run(int64_t place) {
+    const int64_t chunk = bucket_.chunk_at(place);
     const int64_t first = chunk * bucket_.chunk_blocks;
     const int64_t last = std::min(first + bucket_.chunk_blocks, bucket_.index.num_blocks()) - 1;
     Block block = bucket_.index.at(first);

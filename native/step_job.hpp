@@ -21,6 +21,13 @@ struct BucketData {
     BucketData(std::vector<Parameter> given, const Hyperparameters& common, int num_threads);
 
     int64_t num_chunks() const { return (index.num_blocks() + chunk_blocks - 1) / chunk_blocks; }
+    // Orders the chunks by the domain that their masters lie in, which is known once they were touched. Where there is
+    // only one domain, or the kernel does not tell, the order stays as it is.
+    void place(const WorkerPool& pool);
+    // Place in that order -> chunk.
+    int64_t chunk_at(int64_t place) const { return order.empty() ? place : order[static_cast<size_t>(place)]; }
+    // Ends of the domains in that order.
+    std::vector<int64_t> domain_ends(const WorkerPool& pool) const;
 
     const std::vector<Parameter> parameters;
     const BlockIndex index;
@@ -31,6 +38,9 @@ struct BucketData {
     std::vector<AdamScalars> scalars;  // of each group, of the last step
     std::vector<double> block_sums;    // of squares of the gradients, if the last step was asked for them
     int64_t fail_at_block = -1;        // for tests
+    bool placed = false;
+    std::vector<int64_t> order;  // empty: as numbered
+    std::vector<int64_t> ends;   // empty: in proportion to the workers
 };
 
 // How a job steps; Rollback::automatic means that no undo data is kept.
@@ -47,11 +57,11 @@ struct StepPlan {
 
 class StepJob final : public Job {
   public:
-    StepJob(BucketData& bucket, const StepPlan& plan);
+    StepJob(BucketData& bucket, const StepPlan& plan, const WorkerPool& pool);
     int64_t bypassed() const { return bypassed_.load(); }
 
   protected:
-    void run(int64_t chunk) override;
+    void run(int64_t place) override;
 
   private:
     Outcome step(int64_t number, int64_t chunk, const Block& block, const BlockPointers& at, const BlockPointers& next);
@@ -66,11 +76,11 @@ class StepJob final : public Job {
 
 class RollbackJob final : public Job {
   public:
-    RollbackJob(BucketData& bucket, Rollback undo, bool with_weights);
+    RollbackJob(BucketData& bucket, Rollback undo, bool with_weights, const WorkerPool& pool);
 
   protected:
     // Throws std::runtime_error for a block whose gradient has changed since the step; the block is left as it is.
-    void run(int64_t chunk) override;
+    void run(int64_t place) override;
 
   private:
     void restore(const Block& block, int64_t number, const UndoLog* log);

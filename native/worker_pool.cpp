@@ -5,6 +5,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cfenv>
 #include <condition_variable>
 #include <deque>
@@ -35,6 +36,25 @@ int checked_num_threads(int num_threads) {
 
 }  // namespace
 
+Job::Job(const std::vector<int64_t>& ends) : ranges_(ends.size()) {
+    int64_t begin = 0;
+    for (size_t domain = 0; domain < ends.size(); ++domain) {
+        ranges_[domain].next.store(begin, std::memory_order_relaxed);
+        ranges_[domain].end = begin = ends[domain];
+    }
+}
+
+int64_t Job::claim(int domain) {
+    const size_t count = ranges_.size();
+    for (size_t k = 0; k < count; ++k) {
+        Range& range = ranges_[(static_cast<size_t>(domain) + k) % count];
+        if (range.next.load(std::memory_order_relaxed) >= range.end) continue;
+        const int64_t chunk = range.next.fetch_add(1, std::memory_order_relaxed);
+        if (chunk < range.end) return chunk;
+    }
+    return -1;
+}
+
 struct WorkerPool::State {
     const pid_t process = getpid();
     mutable std::mutex mutex;
@@ -43,22 +63,25 @@ struct WorkerPool::State {
     std::deque<std::shared_ptr<Job>> queue;
     bool closing = false;
     std::vector<std::thread> threads;
-    int num_threads = 0;
+    std::vector<Domain> domains;
+    std::vector<int> domain_of_worker;
     double cpu_seconds_of_ended_threads = 0;
 };
 
-WorkerPool::WorkerPool(int num_threads) : state_(nullptr) {
-    const int count = checked_num_threads(num_threads);
+WorkerPool::WorkerPool(int num_threads) : WorkerPool(num_threads, numa_domains()) {}
+
+WorkerPool::WorkerPool(int num_threads, std::vector<Domain> domains) : state_(nullptr) {
     auto state = std::make_unique<State>();
-    state->num_threads = count;
+    state->domain_of_worker = spread_over_domains(checked_num_threads(num_threads), domains);
+    state->domains = std::move(domains);
     state_ = state.release();  // raw: a forked child must be able to leave it alone
     // Signals belong to the threads of the interpreter: workers start with all of them blocked.
     sigset_t all, previous;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &previous);
     try {
-        for (int i = 0; i < count; ++i) {
-            state_->threads.emplace_back([shared = state_] { work(*shared); });
+        for (int domain : state_->domain_of_worker) {
+            state_->threads.emplace_back([shared = state_, domain] { work(*shared, domain); });
             pthread_setname_np(state_->threads.back().native_handle(), "spipe-adam");
         }
     } catch (...) {
@@ -77,7 +100,49 @@ WorkerPool::~WorkerPool() {
 }
 
 int WorkerPool::num_threads() const {
-    return state_->num_threads;
+    return static_cast<int>(state_->domain_of_worker.size());
+}
+
+const std::vector<Domain>& WorkerPool::domains() const {
+    return state_->domains;
+}
+
+std::vector<int64_t> WorkerPool::split_over_domains(int64_t num_chunks) const {
+    std::vector<int64_t> ends;
+    int64_t workers = 0;
+    for (size_t domain = 0; domain < state_->domains.size(); ++domain) {
+        const auto& all = state_->domain_of_worker;
+        workers += std::count(all.begin(), all.end(), static_cast<int>(domain));
+        ends.push_back(num_chunks / num_threads() * workers + num_chunks % num_threads() * workers / num_threads());
+    }
+    return ends;
+}
+
+void WorkerPool::first_touch(char* memory, int64_t num_bytes) {
+    constexpr int64_t piece_bytes = 2 << 20;
+    constexpr int64_t page_bytes = 4096;
+    class TouchJob final : public Job {
+      public:
+        TouchJob(const std::vector<int64_t>& ends, char* all, int64_t all_bytes)
+            : Job(ends), memory_(all), num_bytes_(all_bytes) {}
+
+      protected:
+        void run(int64_t piece) override {
+            const int64_t last = std::min((piece + 1) * piece_bytes, num_bytes_);
+            for (int64_t i = piece * piece_bytes; i < last; i += page_bytes) {
+                volatile char* const byte = memory_ + i;
+                *byte = *byte;
+            }
+        }
+
+      private:
+        char* const memory_;
+        const int64_t num_bytes_;
+    };
+    const int64_t pieces = (num_bytes + piece_bytes - 1) / piece_bytes;
+    auto job = std::make_shared<TouchJob>(split_over_domains(pieces), memory, num_bytes);
+    submit(job);
+    wait(*job);
 }
 
 double WorkerPool::cpu_seconds() const {
@@ -138,7 +203,8 @@ void WorkerPool::require_same_process() const {
     }
 }
 
-void WorkerPool::work(State& state) {
+void WorkerPool::work(State& state, int domain) {
+    if (state.domains.size() > 1) pin_to(state.domains[static_cast<size_t>(domain)]);
     // A new thread inherits the creator's flush-to-zero mode; results must not depend on who created the pool.
     std::fesetenv(FE_DFL_ENV);
     std::unique_lock<std::mutex> lock(state.mutex);
@@ -155,7 +221,7 @@ void WorkerPool::work(State& state) {
         state.work_available.notify_one();
         state.work_available.notify_one();
         const double cpu_start = seconds_of_clock(CLOCK_THREAD_CPUTIME_ID);
-        work_on(state, *job);
+        work_on(state, *job, domain);
         const double cpu_seconds = seconds_of_clock(CLOCK_THREAD_CPUTIME_ID) - cpu_start;
         lock.lock();
         if (!state.queue.empty() && state.queue.front() == job) state.queue.pop_front();
@@ -169,8 +235,8 @@ void WorkerPool::work(State& state) {
     state.cpu_seconds_of_ended_threads += seconds_of_clock(CLOCK_THREAD_CPUTIME_ID);
 }
 
-void WorkerPool::work_on(State& state, Job& job) {
-    for (int64_t chunk; (chunk = job.next_chunk_.fetch_add(1, std::memory_order_relaxed)) < job.num_chunks_;) {
+void WorkerPool::work_on(State& state, Job& job, int domain) {
+    for (int64_t chunk; (chunk = job.claim(domain)) >= 0;) {
         if (job.failed_.load(std::memory_order_relaxed)) continue;
         try {
             job.run(chunk);

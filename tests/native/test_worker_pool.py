@@ -158,3 +158,67 @@ def test_copy(num_bytes):
     native.copy(destination.ctypes.data, source.ctypes.data, num_bytes)
     assert (destination[:num_bytes] == source[:num_bytes]).all()
     assert (destination[num_bytes:] == 0).all()
+
+
+def test_lists_of_cores():
+    assert native._core_list("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11]
+    assert native._core_list("\n") == []
+    for text in ("a", "3-1", "1,,2", "1;2", "-1", "1-"):
+        with pytest.raises(ValueError, match="is not a list of cores"):
+            native._core_list(text)
+
+
+def worker_masks() -> list[str]:
+    """Cores that each worker thread of this process may run on."""
+    masks = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/status") as file:
+            fields = {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
+        if fields["Name"] == "spipe-adam":
+            masks.append(fields["Cpus_allowed_list"])
+    return sorted(masks)
+
+
+def test_workers_stay_in_their_domain_and_share_all_the_work(make_buffers):
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    before = worker_masks()
+    pool = native.WorkerPool(3, _domains=[str(cores[0]), f"{cores[1]}"])
+    assert pool.num_domains == 2
+    optimizer = native.Optimizer(pool, 0.9, 0.95, 1e-8, rollback="delta")
+    group = [make_buffers(count, seed=count) for count in (1, 300_000, 5000)]
+    expected = [buffers.clone() for buffers in group]
+    bucket = optimizer.add_bucket([buffers.parameter() for buffers in group])
+    for t in (1, 2, 3):
+        optimizer.submit(bucket, step=t, learning_rate=1e-3, speculative=True)
+        optimizer.join(bucket)
+        optimizer.rollback(bucket)
+        optimizer.submit(bucket, step=t, learning_rate=1e-3)
+        optimizer.join(bucket)
+        for twin in expected:
+            twin.reference_step(step=t, learning_rate=1e-3)
+    assert [buffers.state_bytes() for buffers in group] == [twin.state_bytes() for twin in expected]
+    masks = worker_masks()
+    for mask in before:
+        masks.remove(mask)
+    assert masks == sorted([str(cores[0]), str(cores[0]), str(cores[1])])
+
+
+def test_pool_of_one_domain_is_not_pinned():
+    everywhere = os.sched_getaffinity(0)
+    pool = native.WorkerPool(1, _domains=["0"])
+    pool.first_touch(np.zeros(1).ctypes.data, 0)
+    assert {tuple(native._core_list(mask)) for mask in worker_masks()} >= {tuple(sorted(everywhere))}
+
+
+def test_first_touch_keeps_the_content():
+    memory = np.random.default_rng(0).integers(0, 256, 5_000_001, dtype=np.uint8)
+    before = memory.copy()
+    pool = native.WorkerPool(2, _domains=["0", "1"] if len(os.sched_getaffinity(0)) > 1 else None)
+    pool.first_touch(memory.ctypes.data, memory.size)
+    pool.first_touch(memory.ctypes.data, 0)
+    assert (memory == before).all()
+    for arguments, message in [((0, 4), "address is 0"), ((memory.ctypes.data, -1), "num_bytes is -1")]:
+        with pytest.raises(ValueError, match=message):
+            pool.first_touch(*arguments)

@@ -23,12 +23,13 @@ class Job:
     Attributes:
         plan: the plan.
         steps: training steps to run.
-        output: run directory; must not hold a run.
+        output: run directory; must not hold a run, unless ``overwrite``.
         data: text file or folder; None for the default corpus.
         transport: one of ``spipe.runtime.transports.TRANSPORTS``.
         timeout_s: give up if no op completes for so long.
         trace_steps: how many of the last steps go into the trace.
         host_memory_bytes: what the host has; None: what it says.
+        overwrite: replace the run that ``output`` holds, once all else was checked.
         dump_state: file for weights, masters and moments after the last step.
         hooks: faults for tests.
     """
@@ -41,6 +42,7 @@ class Job:
     timeout_s: float = 600.0
     trace_steps: int = 25
     host_memory_bytes: int | None = None
+    overwrite: bool = False
     dump_state: Path | None = None
     hooks: TestHooks = field(default=NO_HOOKS)
 
@@ -75,7 +77,7 @@ class Job:
             )
         choose_transport(self.transport, hardware.device, self.num_ranks, False)
         for name in RUN_FILES:
-            if (self.output / name).exists():
+            if (self.output / name).exists() and not self.overwrite:
                 raise SpipeError(f"{self.output} already holds a run ({name}); give another directory or remove it")
         if self.output.exists() and not self.output.is_dir():
             raise SpipeError(f"{self.output} is not a directory; give a new directory for the run")

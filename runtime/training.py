@@ -11,7 +11,7 @@ from typing import Any
 from spipe.errors import SpipeError
 from spipe.plan import Plan
 from spipe.runtime.hooks import NO_HOOKS, TestHooks
-from spipe.runtime.job import Job
+from spipe.runtime.job import RUN_FILES, Job
 from spipe.runtime.launch import RankProcesses
 
 Log = Callable[[dict[str, Any]], None]
@@ -66,6 +66,7 @@ def run(
     trace_steps: int = 25,
     log: Log | None = None,
     host_memory_bytes: int | None = None,
+    overwrite: bool = False,
     dump_state: str | Path | None = None,
     ranks: RankProcesses | None = None,
     hooks: TestHooks = NO_HOOKS,
@@ -76,6 +77,7 @@ def run(
         plan: ``plan.hardware.device`` says on what.
         steps: training steps.
         output: a new directory (or one that holds no run).
+        overwrite: replace a run that is there, once everything else was found to be right.
         data: text file or folder of text files; None for the text of Python's documentation topics.
         transport: ``host``, ``gloo`` (CPU), ``nccl`` (CUDA), or ``auto``.
         timeout_s: give up if no op of any rank completes for so long.
@@ -98,6 +100,7 @@ def run(
         timeout_s=timeout_s,
         trace_steps=trace_steps,
         host_memory_bytes=host_memory_bytes,
+        overwrite=overwrite,
         dump_state=None if dump_state is None else Path(dump_state),
         hooks=hooks,
     )
@@ -112,6 +115,9 @@ def claim(job: Job) -> None:
     """Make the run directory and put the plan into it. Raises SpipeError if another run was faster."""
     try:
         job.output.mkdir(parents=True, exist_ok=True)
+        if job.overwrite:
+            for name in RUN_FILES:
+                (job.output / name).unlink(missing_ok=True)
         descriptor = os.open(job.output / "plan.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
         raise SpipeError(f"{job.output} already holds a run (plan.json); give another directory or remove it") from None

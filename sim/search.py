@@ -13,6 +13,7 @@ from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
 from spipe.memory import MemoryReport, memory
 from spipe.model import ModelSpec
+from spipe.options import Options
 from spipe.plan import Plan, make_plan
 from spipe.schedules import SCHEDULES, get_schedule
 from spipe.sim.candidates import Candidate, Space
@@ -80,6 +81,7 @@ def search(
     Raises:
         SpipeError: if nothing fits: what is short, by how much, and the nearest change.
     """
+    Options(**(plan_fields.get("options") or {}))  # an unknown option is the caller's mistake, not a plan that fails
     return _Search(model, hardware, global_batch, sequence, precision or default_precision(hardware), plan_fields).run(
         schedules=sorted(SCHEDULES, key=list(SCHEDULES).index) if schedules is None else list(schedules),
         num_ranks=_rank_choices(hardware, num_ranks),

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from spipe.plan import Plan
     from spipe.trace import Trace
 
-RUN_FILES = ("plan.json", "trace.json", "metrics.jsonl", "result.json")
 RunFolder = Annotated[Path, typer.Argument(metavar="RUNDIR", help="A folder made by `spipe run`.")]
 
 
@@ -43,7 +42,7 @@ def run(
     transport: Annotated[str, typer.Option(metavar="NAME", help="auto, host, gloo (CPU) or nccl (CUDA).")] = "auto",
     trace_steps: Annotated[
         int, typer.Option(parser=Count, metavar="N", help="How many of the last steps go into trace.json.")
-    ] = 5,
+    ] = 25,
     json_file: JsonFile = None,
     force: Force = False,
 ) -> None:
@@ -66,9 +65,6 @@ def run(
             f"--device {device}: the plan is for {chosen.hardware.name}, whose device is {chosen.hardware.device}; "
             f"make a plan with `spipe search --hardware` of a {device} machine"
         )
-    if force:
-        for name in RUN_FILES:
-            (output_folder / name).unlink(missing_ok=True)
 
     from spipe import runtime, show
 
@@ -80,6 +76,7 @@ def run(
             data=data,
             transport=transport,
             trace_steps=trace_steps,
+            overwrite=force,
             log=step_log(steps),
         )
     except runtime.RunFailedError as error:

@@ -118,3 +118,8 @@ def test_progress_is_reported() -> None:
 def test_impossible_requests_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SpipeError, match=message):
         tiny(**changes)
+
+
+def test_an_unknown_option_is_the_callers_mistake_and_named() -> None:
+    with pytest.raises(SpipeError, match="weight_slot"):
+        tiny(options={"weight_slot": 3})

@@ -23,7 +23,8 @@ struct AdamScalars {
     float epsilon;    // epsilon * sqrt(1 - beta2^t)
     float decay;      // 1 - learning_rate * weight_decay
     float l2_decay;
-    // Only for the undo log, which corrects whatever they miss.
+    // Only for the undo log, which corrects whatever they miss: inverses, less about 100 units in the last place, so
+    // that corrections are positive.
     float inverse_beta1;
     float inverse_beta2;
     float inverse_decay;
@@ -67,11 +68,12 @@ constexpr int64_t padded(int64_t count) {
     return (count + 63) / 64 * 64;
 }
 
-// Undo data of one block: three arrays of padded(count) corrections (master, first, second moment), and
-// escapes. A correction is old value minus arithmetic inverse, as integers, plus 128.
+// Undo data of one block: 3 * padded(count) bytes of corrections, and escapes. The three bytes of an element are for
+// master, first and second moment: old value minus biased arithmetic inverse, as integers.
 struct UndoLog {
-    uint8_t* corrections;
-    Escape* escapes;  // room for 3 * block_elements
+    uint8_t* corrections;  // at a multiple of 64
+    bool streaming;        // write them past the caches
+    Escape* escapes;       // room for 3 * block_elements
     int64_t num_escapes;
     uint32_t block_in_chunk;
 };
@@ -94,8 +96,8 @@ struct AdamKernels {
     void (*undo[num_dtypes])(const AdamScalars&, const BlockPointers&, const UndoLog&);
     // weight[i] = round(master[i]), to nearest even.
     void (*round_weight[num_dtypes])(const float* master, void* weight, int64_t count);
-    // Copies past the caches; the destination is a multiple of 64.
-    void (*copy)(void* destination, const void* source, int64_t num_bytes);
+    // Copies, [1] past the caches; the destination is a multiple of 64.
+    void (*copy[2])(void* destination, const void* source, int64_t num_bytes);
     // Makes what was written past the caches visible to other threads before anything written later.
     void (*fence)();
 };

@@ -19,8 +19,8 @@ double run(WorkerPool& pool, const std::string& name, uintptr_t gradient, uintpt
                         at<float>(second_moment), at<uint16_t>(weight), at<float>(destination), count, 0, 3.0f});
 }
 
-void tune(const std::string& stores, int64_t prefetch_elements, int64_t chunk_blocks) {
-    set_tuning({stores_of_name(stores), prefetch_elements, chunk_blocks});
+void tune(const std::string& stores, int64_t prefetch_elements, int64_t chunk_blocks, bool stream_undo) {
+    set_tuning({stores_of_name(stores), prefetch_elements, chunk_blocks, stream_undo});
 }
 
 }  // namespace
@@ -29,12 +29,13 @@ void bind_benchmark(py::module_& module) {
     const Tuning defaults;
     module.def("_set_tuning", &tune, py::kw_only(), py::arg("stores") = "auto",
                py::arg("prefetch_elements") = defaults.prefetch_elements,
-               py::arg("chunk_blocks") = defaults.chunk_blocks,
+               py::arg("chunk_blocks") = defaults.chunk_blocks, py::arg("stream_undo") = defaults.stream_undo,
                R"(For benchmarks: choices that change the speed of later steps and no bit of them.
 
 stores: 'plain', 'weight' (the weight past the caches), 'all' (master and moments too), or 'auto' (plain or weight, by
 size); prefetch_elements: how far reading runs ahead, a multiple of 64 up to 4096, 0 for not at all; chunk_blocks:
-largest share of a worker in blocks of 4096 elements, for buckets added later. Without arguments: the defaults.)");
+largest share of a worker in blocks of 4096 elements, for buckets added later; stream_undo: undo data past the caches.
+Without arguments: the defaults.)");
     module.def("_run_streams", &run, py::arg("pool"), py::arg("name"), py::kw_only(), py::arg("gradient"),
                py::arg("master"), py::arg("first_moment"), py::arg("second_moment"), py::arg("weight"),
                py::arg("destination"), py::arg("count"), py::call_guard<py::gil_scoped_release>(),

@@ -107,14 +107,14 @@ int64_t UndoMemory::logged_bytes() const {
     return bytes;
 }
 
-void UndoMemory::save(const AdamKernels& kernels, const Parameter& parameter, const Block& block) {
+void UndoMemory::save(CopyBytes copy, const Parameter& parameter, const Block& block) {
     const BlockPointers from = pointers_of(parameter, block);
     float* const to = reinterpret_cast<float*>(state_.get()) + 3 * block.slot;
     const int64_t stride = padded(block.count);
     const int64_t num_bytes = 4 * block.count;
-    kernels.copy(to, from.master, num_bytes);
-    kernels.copy(to + stride, from.first_moment, num_bytes);
-    kernels.copy(to + 2 * stride, from.second_moment, num_bytes);
+    copy(to, from.master, num_bytes);
+    copy(to + stride, from.first_moment, num_bytes);
+    copy(to + 2 * stride, from.second_moment, num_bytes);
 }
 
 void UndoMemory::restore(const Parameter& parameter, const Block& block) const {
@@ -127,16 +127,19 @@ void UndoMemory::restore(const Parameter& parameter, const Block& block) const {
     std::memcpy(to.second_moment, from + 2 * stride, num_bytes);
 }
 
-void UndoMemory::save_weight(const AdamKernels& kernels, const Parameter& parameter, const Block& block) {
-    kernels.copy(weights_.get() + 2 * block.slot, pointers_of(parameter, block).weight, 2 * block.count);
+void UndoMemory::save_weight(CopyBytes copy, const Parameter& parameter, const Block& block) {
+    copy(weights_.get() + 2 * block.slot, pointers_of(parameter, block).weight, 2 * block.count);
 }
 
 void UndoMemory::restore_weight(const Parameter& parameter, const Block& block) const {
     std::memcpy(pointers_of(parameter, block).weight, weights_.get() + 2 * block.slot, 2 * as_size(block.count));
 }
 
-void UndoMemory::append(const AdamKernels& kernels, const Block& block, int64_t chunk, const UndoLog& log) {
-    kernels.copy(state_.get() + 3 * block.slot, log.corrections, 3 * padded(block.count));
+UndoLog UndoMemory::empty_log(const Block& block, uint32_t block_in_chunk) {
+    return {reinterpret_cast<uint8_t*>(state_.get()) + 3 * block.slot, false, nullptr, 0, block_in_chunk};
+}
+
+void UndoMemory::append(int64_t chunk, const UndoLog& log) {
     std::vector<Escape>& escapes = escapes_[as_size(chunk)];
     escapes.insert(escapes.end(), log.escapes, log.escapes + log.num_escapes);
 }
@@ -147,8 +150,10 @@ UndoLog UndoMemory::log_of(const Block& block, int64_t chunk, uint32_t block_in_
     while (position < escapes.size() && escapes[position].where >> (Escape::index_bits + 2) == block_in_chunk) {
         ++position;
     }
-    return {reinterpret_cast<uint8_t*>(state_.get()) + 3 * block.slot, escapes.data() + first,
-            static_cast<int64_t>(position - first), block_in_chunk};
+    UndoLog log = empty_log(block, block_in_chunk);
+    log.escapes = escapes.data() + first;
+    log.num_escapes = static_cast<int64_t>(position - first);
+    return log;
 }
 
 }  // namespace spipe

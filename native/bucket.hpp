@@ -41,6 +41,8 @@ class BlockIndex {
     std::vector<int64_t> first_slot_;     // likewise
 };
 
+using CopyBytes = void (*)(void* destination, const void* source, int64_t num_bytes);
+
 // Where a block of a parameter lies.
 BlockPointers pointers_of(const Parameter& parameter, const Block& block);
 
@@ -53,14 +55,16 @@ class UndoMemory {
     int64_t num_bytes(bool escapes) const;
     int64_t logged_bytes() const;  // needed by what was kept last: without room for escapes that are not there
 
-    void save(const AdamKernels& kernels, const Parameter& parameter, const Block& block);
+    void save(CopyBytes copy, const Parameter& parameter, const Block& block);
     void restore(const Parameter& parameter, const Block& block) const;
-    void save_weight(const AdamKernels& kernels, const Parameter& parameter, const Block& block);
+    void save_weight(CopyBytes copy, const Parameter& parameter, const Block& block);
     void restore_weight(const Parameter& parameter, const Block& block) const;
 
     void start_chunk(int64_t chunk) { escapes_[static_cast<size_t>(chunk)].clear(); }
-    // Copies corrections and escapes of a block of this chunk; blocks come in order.
-    void append(const AdamKernels& kernels, const Block& block, int64_t chunk, const UndoLog& log);
+    // A log to be filled, without room for escapes.
+    UndoLog empty_log(const Block& block, uint32_t block_in_chunk);
+    // Keeps the escapes of a block of this chunk; blocks come in order.
+    void append(int64_t chunk, const UndoLog& log);
     // The log of a block. `position` counts through the escapes of the chunk; start with 0, in the order of blocks.
     UndoLog log_of(const Block& block, int64_t chunk, uint32_t block_in_chunk, size_t& position);
     uint32_t checksum(int64_t block_number) const { return checksums_[static_cast<size_t>(block_number)]; }
@@ -75,7 +79,7 @@ class UndoMemory {
     using Memory = std::unique_ptr<char, Free>;
     Memory reserve(int64_t num_bytes);
 
-    Memory state_;    // snapshot: fp32 values; delta: byte corrections; three arrays of padded(count) for each block
+    Memory state_;    // snapshot: three arrays of padded(count) fp32 values for each block; delta: corrections
     Memory weights_;  // 2-byte weights
     std::vector<std::vector<Escape>> escapes_;  // of each chunk, in the order of its blocks
     std::vector<uint32_t> checksums_;           // of the gradient of each block

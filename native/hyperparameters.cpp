@@ -29,9 +29,10 @@ AdamScalars adam_scalars(const Hyperparameters& group, bool bias_correction, con
     scalars.epsilon = std::max(static_cast<float>(group.epsilon * correction2), std::numeric_limits<float>::min());
     scalars.decay = static_cast<float>(1.0 - learning_rate * group.weight_decay);
     scalars.l2_decay = static_cast<float>(group.l2_decay);
-    scalars.inverse_beta1 = 1.0f / scalars.beta1;
-    scalars.inverse_beta2 = 1.0f / scalars.beta2;
-    scalars.inverse_decay = 1.0f / scalars.decay;
+    constexpr float biased = 1.0f - 0x1p-17f;  // 64 to 128 units in the last place less than 1
+    scalars.inverse_beta1 = biased / scalars.beta1;
+    scalars.inverse_beta2 = biased / scalars.beta2;
+    scalars.inverse_decay = biased / scalars.decay;
     return scalars;
 }
 

@@ -39,24 +39,30 @@ SPIPE_INLINE bool any(I mask) {
     return _mm256_movemask_ps(reinterpret_cast<__m256>(mask)) != 0;
 }
 
-// Elements that do not fit into a byte become anything.
-SPIPE_INLINE C narrowed(U value) {
-    const __m256i whole = reinterpret_cast<__m256i>(value);
-    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
-    const __m128i bytes = _mm_packus_epi16(words, words);
-    return load_vector<C>(&bytes);
-}
-
 SPIPE_INLINE U widened(H value) {
     return reinterpret_cast<U>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(value)));
 }
 
-SPIPE_INLINE U widened(C value) {
-    return reinterpret_cast<U>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&value))));
-}
-
 SPIPE_INLINE bool any_above_255(U value) {
     return !_mm256_testz_si256(reinterpret_cast<__m256i>(value), _mm256_set1_epi32(~255));
+}
+
+// The lower three bytes of each element, next to each other: 24 bytes, and 8 more that mean nothing.
+SPIPE_INLINE void pack(uint8_t* to, U value) {
+    const __m256i bytes = _mm256_shuffle_epi8(
+        reinterpret_cast<__m256i>(value),
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1)));
+    const __m256i places = _mm256_setr_epi32(0, 1, 2, 4, 5, 6, 3, 7);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permutevar8x32_epi32(bytes, places));
+}
+
+SPIPE_INLINE U unpack(const uint8_t* from) {
+    const __m256i valid = _mm256_setr_epi32(-1, -1, -1, -1, -1, -1, 0, 0);
+    const __m256i places = _mm256_setr_epi32(0, 1, 2, 7, 3, 4, 5, 7);
+    const __m256i bytes = _mm256_maskload_epi32(reinterpret_cast<const int*>(from), valid);
+    return reinterpret_cast<U>(_mm256_shuffle_epi8(
+        _mm256_permutevar8x32_epi32(bytes, places),
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1))));
 }
 
 // clang-format off: each uses the ones before

@@ -41,21 +41,28 @@ SPIPE_INLINE bool any(I mask) {
     return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask)) != 0;
 }
 
-// Elements that do not fit into a byte become anything.
-SPIPE_INLINE C narrowed(U value) {
-    return reinterpret_cast<C>(_mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(value)));
-}
-
 SPIPE_INLINE U widened(H value) {
     return reinterpret_cast<U>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(value)));
 }
 
-SPIPE_INLINE U widened(C value) {
-    return reinterpret_cast<U>(_mm512_cvtepu8_epi32(reinterpret_cast<__m128i>(value)));
-}
-
 SPIPE_INLINE bool any_above_255(U value) {
     return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(value), _mm512_set1_epi32(~255)) != 0;
+}
+
+// The lower three bytes of each element, next to each other: 48 bytes, and 16 more that mean nothing.
+SPIPE_INLINE void pack(uint8_t* to, U value) {
+    const __m512i bytes = _mm512_shuffle_epi8(
+        reinterpret_cast<__m512i>(value),
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1)));
+    const __m512i places = _mm512_setr_epi32(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi32(places, bytes));
+}
+
+SPIPE_INLINE U unpack(const uint8_t* from) {
+    const __m512i places = _mm512_setr_epi32(0, 1, 2, 15, 3, 4, 5, 15, 6, 7, 8, 15, 9, 10, 11, 15);
+    const __m512i lanes = _mm512_permutexvar_epi32(places, _mm512_maskz_loadu_epi32(0x0fff, from));
+    return reinterpret_cast<U>(_mm512_shuffle_epi8(
+        lanes, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1))));
 }
 
 // clang-format off: each uses the ones before

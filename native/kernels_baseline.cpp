@@ -36,13 +36,6 @@ SPIPE_INLINE void stream_fence() {
 SPIPE_INLINE bool any(I mask) {
     return _mm_movemask_ps(reinterpret_cast<__m128>(mask)) != 0;
 }
-
-// Elements that do not fit into a byte become anything.
-SPIPE_INLINE C narrowed(U value) {
-    const __m128i words = _mm_packs_epi32(reinterpret_cast<__m128i>(value), _mm_setzero_si128());
-    const __m128i bytes = _mm_packus_epi16(words, words);
-    return load_vector<C>(&bytes);
-}
 #else
 SPIPE_INLINE F square_root(F x) {
     for (int lane = 0; lane < width; ++lane) x[lane] = __builtin_sqrtf(x[lane]);
@@ -61,22 +54,31 @@ SPIPE_INLINE bool any(I mask) {
     for (int lane = 0; lane < width; ++lane) bits |= mask[lane];
     return bits != 0;
 }
-
-SPIPE_INLINE C narrowed(U value) {
-    return __builtin_convertvector(value, C);
-}
 #endif
 
 SPIPE_INLINE U widened(H value) {
     return __builtin_convertvector(value, U);
 }
 
-SPIPE_INLINE U widened(C value) {
-    return __builtin_convertvector(value, U);
-}
-
 SPIPE_INLINE bool any_above_255(U value) {
     return any(reinterpret_cast<I>(value >> 8) != 0);
+}
+
+// The lower three bytes of each element, next to each other, and one more that means nothing.
+SPIPE_INLINE void pack(uint8_t* to, U value) {
+    for (int lane = 0; lane < width; ++lane) {
+        const uint32_t bits = value[lane];
+        __builtin_memcpy(to + 3 * lane, &bits, sizeof(bits));
+    }
+}
+
+SPIPE_INLINE U unpack(const uint8_t* from) {
+    U value = {};
+    for (int lane = 0; lane < width; ++lane) {
+        const uint8_t* const bytes = from + 3 * lane;
+        value[lane] = bytes[0] | static_cast<uint32_t>(bytes[1]) << 8 | static_cast<uint32_t>(bytes[2]) << 16;
+    }
+    return value;
 }
 
 // clang-format off: each uses the ones before

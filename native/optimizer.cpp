@@ -99,6 +99,7 @@ std::shared_ptr<StepJob> Optimizer::make_job(Bucket& bucket, bool speculative) c
     plan.random_seed = step_seed(options_.seed, bucket.options.step.step);
     plan.stream_state = choice.stores == Stores::all;
     plan.stream_weight = choice.stores == Stores::automatic ? beyond_caches : choice.stores != Stores::plain;
+    plan.stream_undo = choice.stream_undo;
     plan.prefetch_elements = choice.prefetch_elements;
     return std::make_shared<StepJob>(bucket.data, plan, *pool_);
 }

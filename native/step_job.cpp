@@ -20,15 +20,10 @@ int64_t blocks_per_chunk(int64_t num_blocks, int num_threads) {
     return std::clamp<int64_t>(num_blocks / (int64_t{8} * num_threads), 1, tuning().chunk_blocks);
 }
 
-// A block's log is made here, where it stays in the first cache, and copied to the bucket's memory past the caches.
-struct Scratch {
-    alignas(64) uint8_t corrections[3 * block_elements];
-    Escape escapes[3 * block_elements];
-};
-
-Scratch& scratch() {
-    thread_local const std::unique_ptr<Scratch> memory(new Scratch);
-    return *memory;
+// Escapes of one block, before their number is known.
+Escape* escape_scratch() {
+    thread_local const std::unique_ptr<Escape[]> memory(new Escape[3 * block_elements]);
+    return memory.get();
 }
 
 uint64_t mixed(uint64_t x) {  // splitmix64
@@ -129,15 +124,18 @@ Outcome StepJob::step(int64_t number, int64_t chunk, const Block& block, const B
     mode.stream_state =
         plan_.stream_state && aligned(at.master) && aligned(at.first_moment) && aligned(at.second_moment);
     if (plan_.stochastic) mode.random_key = random_key(plan_.random_seed, p.random_stream, block.first);
+    const CopyBytes copy = kernels_.copy[plan_.stream_undo ? 1 : 0];
     const bool keep_weight = plan_.stochastic && p.weight_dtype != Dtype::fp32;
-    if (keep_weight && plan_.undo != Rollback::automatic) bucket_.undo.save_weight(kernels_, p, block);
+    if (keep_weight && plan_.undo != Rollback::automatic) bucket_.undo.save_weight(copy, p, block);
     if (plan_.undo == Rollback::delta) {
         const auto block_in_chunk = static_cast<uint32_t>(number - chunk * bucket_.chunk_blocks);
-        UndoLog log{scratch().corrections, scratch().escapes, 0, block_in_chunk};
+        UndoLog log = bucket_.undo.empty_log(block, block_in_chunk);
+        log.streaming = plan_.stream_undo;
+        log.escapes = escape_scratch();
         kernels_.logged_step[gradient][weight](scalars, at, mode, log);
-        bucket_.undo.append(kernels_, block, chunk, log);
+        bucket_.undo.append(chunk, log);
     } else {
-        if (plan_.undo == Rollback::snapshot) bucket_.undo.save(kernels_, p, block);
+        if (plan_.undo == Rollback::snapshot) bucket_.undo.save(copy, p, block);
         kernels_.step[gradient][weight](scalars, at, mode);
     }
     return Outcome::stepped;

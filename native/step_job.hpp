@@ -52,6 +52,7 @@ struct StepPlan {
     uint64_t random_seed = 0;  // of the step
     bool stream_weight = false;
     bool stream_state = false;
+    bool stream_undo = false;
     int64_t prefetch_elements = 0;
 };
 

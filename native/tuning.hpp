@@ -17,6 +17,7 @@ struct Tuning {
     Stores stores = Stores::automatic;
     int64_t prefetch_elements = 512;
     int64_t chunk_blocks = 16;  // largest share of a worker, in blocks
+    bool stream_undo = true;    // undo data past the caches
 };
 
 Tuning tuning();

@@ -47,12 +47,12 @@ SPIPE_INLINE void prefetch(const BlockPointers& from, int64_t place, const StepM
 
 template <typename Gradient, typename Weight, bool logged>
 SPIPE_INLINE void step_vector(const Constants& c, const BlockPointers& b, int64_t i, const StepMode& mode,
-                              uint8_t* corrections, UndoLog* log) {
+                              LogWriter* writer, UndoLog* log) {
     const State old = load_state(b, i);
     const Step step = stepped(c, load_gradient<Gradient>(b, i) * c.gradient_scale, old);
     put_state(b, i, step.now, mode.stream_state);
     put_weight<Weight>(b, i, step.now.master, mode);
-    if (logged) log_vector(c, old, step, b.count, i, corrections, *log);
+    if (logged) log_vector(c, old, step, b.count, i, *writer, *log);
 }
 
 // The elements after the last whole vector, in vectors of their own: zeros follow them, which step to zeros.
@@ -102,26 +102,33 @@ SPIPE_INLINE void step_block(const AdamScalars& scalars, const BlockPointers& bl
     const Constants c = constants(scalars);
     const BlockPointers b = block;
     const StepMode mode = given;
-    uint8_t* const corrections = logged ? log->corrections : nullptr;
+    LogWriter memory;
+    LogWriter* const writer = logged ? &memory : nullptr;
+    if (logged) {
+        memory.destination = log->corrections;
+        memory.streaming = log->streaming;
+    }
     const int64_t whole = b.count / width * width;
     const int64_t ahead = mode.prefetch_elements;
     const int64_t own = ahead > 0 ? (whole > ahead ? whole - ahead : 0) : whole;
     int64_t i = 0;
     for (; i < own; i += width) {
         if (ahead > 0) prefetch<Gradient>(b, i + ahead, mode, i);
-        step_vector<Gradient, Weight, logged>(c, b, i, mode, corrections, log);
+        step_vector<Gradient, Weight, logged>(c, b, i, mode, writer, log);
     }
     for (; i < whole; i += width) {
         prefetch<Gradient>(mode.next, i + ahead - whole, mode, i);
-        step_vector<Gradient, Weight, logged>(c, b, i, mode, corrections, log);
+        step_vector<Gradient, Weight, logged>(c, b, i, mode, writer, log);
     }
-    if (i == b.count) return;
-    BlockTail<Gradient, Weight> tail;
-    StepMode plain = mode;
-    plain.stream_weight = plain.stream_state = false;
-    step_vector<Gradient, Weight, logged>(c, tail.fill(b, i), i, plain, corrections, log);
-    tail.drain(b, i);
-    tail.weight.drain(b.weight, i, b.count);
+    if (i < b.count) {
+        BlockTail<Gradient, Weight> tail;
+        StepMode plain = mode;
+        plain.stream_weight = plain.stream_state = false;
+        step_vector<Gradient, Weight, logged>(c, tail.fill(b, i), i, plain, writer, log);
+        tail.drain(b, i);
+        tail.weight.drain(b.weight, i, b.count);
+    }
+    if (logged) LogWriter::finish(memory, b.count);
 }
 
 template <typename Gradient, typename Weight>
@@ -147,12 +154,13 @@ void round_weight(const float* master, void* weight_bytes, int64_t count) {
     rounded.drain(weight, i, count);
 }
 
-void copy_past_caches(void* destination, const void* source, int64_t num_bytes) {
+template <bool streaming>
+void copy(void* destination, const void* source, int64_t num_bytes) {
     constexpr int64_t step_bytes = 4 * width;
     auto* const to = static_cast<char*>(destination);
     const auto* const from = static_cast<const char*>(source);
     int64_t i = 0;
-    for (; i + step_bytes <= num_bytes; i += step_bytes) stream(to + i, load_vector<F>(from + i));
+    for (; i + step_bytes <= num_bytes; i += step_bytes) put<streaming>(to + i, load_vector<F>(from + i));
     __builtin_memcpy(to + i, from + i, static_cast<uint64_t>(num_bytes - i));
 }
 

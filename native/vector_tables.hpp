@@ -9,7 +9,7 @@ const AdamKernels adam_kernels = {{inspect<Fp32>, inspect<Bf16>, inspect<Fp16>},
                                    {logged_step<Fp16, Fp32>, logged_step<Fp16, Bf16>, logged_step<Fp16, Fp16>}},
                                   {undo<Fp32>, undo<Bf16>, undo<Fp16>},
                                   {round_weight<Fp32>, round_weight<Bf16>, round_weight<Fp16>},
-                                  copy_past_caches,
+                                  {copy<false>, copy<true>},
                                   publish};
 
 const StreamKernels stream_kernels = {{same_streams<false, false>, same_streams<false, true>, same_streams<true, true>},

@@ -8,7 +8,6 @@ using F = float __attribute__((vector_size(4 * width)));
 using U = uint32_t __attribute__((vector_size(4 * width)));
 using I = int32_t __attribute__((vector_size(4 * width)));
 using H = uint16_t __attribute__((vector_size(2 * width)));
-using C = uint8_t __attribute__((vector_size(width)));
 
 template <typename Vector>
 SPIPE_INLINE Vector load_vector(const void* address) {

@@ -1,6 +1,7 @@
 #include "worker_pool.hpp"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <time.h>
 #include <unistd.h>
@@ -204,6 +205,9 @@ void WorkerPool::require_same_process() const {
 }
 
 void WorkerPool::work(State& state, int domain) {
+    // A worker that wakes up must not take the core of the thread that has just submitted, or of one that feeds a GPU.
+    const sched_param no_priority{};
+    sched_setscheduler(0, SCHED_BATCH, &no_priority);
     if (state.domains.size() > 1) pin_to(state.domains[static_cast<size_t>(domain)]);
     // A new thread inherits the creator's flush-to-zero mode; results must not depend on who created the pool.
     std::fesetenv(FE_DFL_ENV);

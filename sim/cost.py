@@ -15,6 +15,9 @@ from spipe.ops import COMPUTE, RECVS, Kind
 from spipe.plan import ELEMENT_BYTES, Plan
 
 _OPTIMIZER_STATE_BYTES = 24  # read and written per parameter and step: fp32 master weight and two moments
+_FUSED_HEAD_DIM = 256  # widest head of fused attention kernels; wider heads need the whole score matrix in memory
+_ACTIVATION_PASSES = 1  # how often what autograd saves is written and read in a pass, without fused kernels
+_SCORE_PASSES = 4  # scores written, read and written by the softmax, read by the product with the values
 
 
 @dataclass(frozen=True)
@@ -135,16 +138,20 @@ class CostModel:
         """
         size, sequence = (shape.microbatch_size, shape.sequence) if shape else (self.microbatch_size, self.sequence)
         accelerator = self.hardware.accelerator
-        flops = self.model.layer_flops(kind, pass_name, size, sequence, causal=True)
-        rate = accelerator.peak(self.precision) * accelerator.efficiency(size * sequence)
+        fused = self.model.head_dim <= _FUSED_HEAD_DIM
+        flops = self.model.layer_flops(kind, pass_name, size, sequence, causal=fused)
+        rate = accelerator.peak(self.precision) * accelerator.efficiency(
+            1 / (1 / (size * sequence) + 1 / self.model.hidden_size)
+        )
         parameters = self.model.layer_num_parameters(kind)
         if kind == "embedding":
             boundary = self.model.boundary_bytes(size, sequence, self.element_bytes)
             num_bytes = (2 if pass_name != "backward" else 4) * boundary
         else:
-            moved = parameters * self.element_bytes + self.model.layer_activation_bytes(
-                kind, size, sequence, self.element_bytes
-            )
+            activations = self.model.layer_activation_bytes(kind, size, sequence, self.element_bytes)
+            moved = parameters * self.element_bytes + _ACTIVATION_PASSES * activations
+            if kind == "block" and not fused:
+                moved += _SCORE_PASSES * size * self.model.num_heads * sequence**2 * self.element_bytes
             num_bytes = moved if pass_name != "backward" else 2 * (moved + parameters * self.gradient_element_bytes)
         return flops / rate + num_bytes / accelerator.memory_bandwidth_bytes_per_s
 

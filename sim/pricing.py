@@ -20,6 +20,12 @@ _BOUNDARY = {*PARTNER, *RECVS, Kind.STORE_STAGE_INPUT, Kind.LOAD_STAGE_INPUT}
 _TOKEN_BYTES = 8
 # A scheduler lets a thread that was asleep go first, so that a copy takes its core from compute instead of sharing it.
 _BRIEF_SHARE = 100.0
+# Part of a rank's cores that one STEP alone keeps busy, where several may run at a time: together they are 1.2 times as
+# fast. One value for all hardware, chosen like the one below.
+_STEP_CORES = 5 / 6
+# Part of a link's bandwidth that kernels reach which move a message over PCIe (copy engines reach all of it). One value
+# for all hardware, chosen on the rows of both published clusters that constants are fitted to.
+_KERNEL_RATE = 0.25
 
 Part = tuple[Route, float]
 """A route and the bytes that travel on it."""
@@ -54,8 +60,9 @@ class Pricing:
         self.model, self.program = model, program
         self.hardware = model.hardware
         self.on_cpu = self.hardware.device == "cpu"
-        self.num_edges = len(self.hardware.edges())
-        self.capacities = [edge.bandwidth_bytes_per_s for edge in self.hardware.edges()]
+        self.edges = self.hardware.edges()
+        self.num_edges = len(self.edges)
+        self.capacities = [edge.bandwidth_bytes_per_s for edge in self.edges]
         self.capacities += [self.hardware.cpu.memory_bandwidth_bytes_per_s] * self.hardware.num_hosts
         self.capacities += [float(self.hardware.cpu.cores)] * self.hardware.num_hosts
         self.owner = [-1] * program.layout.num_layers
@@ -87,6 +94,7 @@ class Pricing:
         overhead = model.overhead_s(kind)
         if kind in COMPUTE:
             seconds = model.stage_s(program.layers(program.stage[i]), _PASS[kind]) + overhead
+            seconds += 0.0 if self.on_cpu else self.message_s(kind, program.stage[i])
             return seconds, self.on_cores(seconds, [(rank, float(model.compute_threads))]) if self.on_cpu else None
         if kind is Kind.STEP:
             return self.step(i, overhead)
@@ -95,7 +103,50 @@ class Pricing:
         parts = self.parts(i)
         if not parts:
             return overhead, None
-        return self.transfer(parts, overhead, self.threads(i))
+        return self.transfer(parts, overhead, self.threads(i), program.partner[i] >= 0)
+
+    def message_s(self, kind: Kind, stage: int) -> float:
+        """Compute time that messages take from an op of a stage: what is received for it and what is sent after it."""
+        program, layout = self.program, self.program.layout
+        first = len(layout.forward)
+        came_from: list[int] = []
+        goes_to: list[int] = []
+        if kind is Kind.FORWARD:
+            here = layout.forward[stage].rank
+            came_from += [s.rank for s in layout.forward[max(stage - 1, 0) : stage]]
+            goes_to += [s.rank for s in layout.forward[stage + 1 : stage + 2]]
+            if program.options.stage_input_route == "p2p":
+                inputs = [(layout.stage_input(k).forward, s.rank) for k, s in enumerate(layout.backward) if s.first > 0]
+                goes_to += [reader for source, reader in inputs if source == stage]
+        else:
+            k = stage - first
+            here = layout.backward[k].rank
+            if kind is Kind.BACKWARD:
+                came_from += [s.rank for s in layout.backward[k + 1 : k + 2]]
+                goes_to += [s.rank for s in layout.backward[max(k - 1, 0) : k]]
+            elif program.options.stage_input_route == "p2p" and layout.backward[k].first > 0:
+                came_from.append(layout.stage_input(k).rank)
+        routes = [self.hardware.route(("gpu", here), ("gpu", other)) for other in goes_to if other != here]
+        for other in came_from:
+            route = self.hardware.route(("gpu", other), ("gpu", here))
+            if route.memory_accesses:
+                routes.append(route)
+        num_bytes = self.model.boundary_bytes()
+        return math.fsum(num_bytes / self.message_bandwidth(route) for route in routes if self.by_kernel(route))
+
+    def by_kernel(self, route: Route) -> bool:
+        """Whether messages on a route are moved over PCIe by kernels, which hold up the kernels that compute.
+
+        The sender's kernel writes to the other accelerator, or to host memory, from where the receiver's kernel reads.
+        Not so over NVLink, where it is too short to matter, and with GPUDirect RDMA, where the network card does it.
+        """
+        if route.is_remote and self.hardware.gpu_direct_rdma:
+            return False
+        return not all("nvswitch" in self.edges[edge].name for edge in route.edges)
+
+    def message_bandwidth(self, route: Route) -> float:
+        """Bytes per second of a message between accelerators that is alone."""
+        return self.bandwidth(route) * (_KERNEL_RATE if self.by_kernel(route) else 1.0)
 
     def threads(self, i: int) -> list[tuple[int, float]]:
         """(rank, cores) of a copy on device ``cpu``; a message keeps first one side busy and then the other."""
@@ -145,14 +196,15 @@ class Pricing:
         return self.program.buckets[self.program.stage[i]][self.program.index[i]]
 
     def transfer(
-        self, parts: list[Part], overhead: float, threads: list[tuple[int, float]]
+        self, parts: list[Part], overhead: float, threads: list[tuple[int, float]], message: bool = False
     ) -> tuple[float, FlowSpec | None]:
         """A copy over one route or, one after the other, over several.
 
         It holds its routes for its latency, too; a copy that is mostly latency is not worth sharing a link for.
         """
         num_bytes = math.fsum(size for _, size in parts)
-        bandwidth_s = math.fsum(size / self.bandwidth(route) for route, size in parts)
+        width = self.message_bandwidth if message and not threads else self.bandwidth
+        bandwidth_s = math.fsum(size / width(route) for route, size in parts)
         seconds = bandwidth_s + math.fsum(route.latency_s for route, _ in parts) + overhead
         if threads:
             return seconds, self.on_cores(seconds, threads, parts, _BRIEF_SHARE)
@@ -201,7 +253,11 @@ class Pricing:
             return seconds, None
         host = self.hardware.host_of(program.rank[i])
         rate = parameters * model.adam_bytes / seconds
-        uses = {self.num_edges + host: rate, self.num_edges + self.hardware.num_hosts + host: float(model.adam_threads)}
+        cores = model.adam_threads * (_STEP_CORES if program.options.optimizer_workers > 1 else 1.0)
+        uses = {
+            self.num_edges + host: rate,
+            self.num_edges + self.hardware.num_hosts + host: cores,
+        }
         return seconds, self.flow(seconds, 1.0 if self.on_cpu else rate, uses)
 
     def collective_s(self, kind: Kind) -> float:

@@ -158,7 +158,7 @@ class Draft:
             return [tuple(sorted({number[d] for d in lists[i]})) for i in order]
 
         lanes = tuple(
-            Lane(name, rank, peer, "deadline" if deadline and name in ("cpu", "settle") else "in order")
+            Lane(name, rank, peer, "deadline" if deadline and name.startswith(("cpu", "settle")) else "in order")
             for name, rank, peer in self.lanes
         )
         return Program(

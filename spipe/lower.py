@@ -271,10 +271,18 @@ class _Lowering(Draft):
                     self.partner[sent], self.partner[got] = got, sent
                     self.carried[got].append(self.backward[k][m])
                     self.deps[reader].append(got)
+                    if self.options.stage_inputs == "sync":
+                        following = self._following(produced)
+                        self.deps[following] += [sent] if following >= 0 else []
         for pairs in loads.values():
             pairs.sort()
             backward = [reader + 1 for reader, _ in pairs]  # BACKWARD follows its RECOMPUTE
             self._ring([load for _, load in pairs], backward, self.options.stage_input_slots)
+
+    def _following(self, i: int) -> int:
+        """The compute op of the same rank after ``i``, FREE left out; -1 if there is none."""
+        mine = self.compute[self.rank[i]]
+        return next((j for j in mine[mine.index(i) + 1 :] if self.kind[j] != Kind.FREE), -1)
 
     # ------------------------------------------------------------------ gradients to the host, optimizer
 
@@ -319,6 +327,7 @@ class _Lowering(Draft):
         head = self.offloads[self.num_backward - 1, len(self.buckets[-1]) - 1]
         commit_of_layer = [-1] * self.layout.num_layers
         commits: list[list[int]] = [[] for _ in range(self.layout.num_ranks)]
+        turn = [0] * self.layout.num_ranks
         for (k, b), offload in self.offloads.items():
             stage, rank = self.num_forward + k, self.layout.backward[k].rank
             gradients = [offload]
@@ -326,7 +335,8 @@ class _Lowering(Draft):
                 gradients.append(head)
             if self.options.optimizer == "sync":
                 gradients.append(validate[rank])
-            step = self.add(Kind.STEP, stage, b, rank, "cpu", gradients)
+            worker, turn[rank] = turn[rank], (turn[rank] + 1) % self.options.optimizer_workers
+            step = self.add(Kind.STEP, stage, b, rank, f"cpu{worker or ''}", gradients)
             commit = self.add(Kind.COMMIT, stage, b, rank, "settle", [step, validate[rank]])
             for gradient in gradients[: 2 if self.tied else 1]:
                 if self.kind[gradient] == Kind.OFFLOAD_GRAD:

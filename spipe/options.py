@@ -18,6 +18,8 @@ class Options(Spec):
     """Whether all ranks wait for all optimizer steps before the next training step starts (the published order)."""
     step_order: Literal["deadline", "arrival"] = "deadline"
     """``deadline``: of the gradients there, step the layers needed first in the next training step."""
+    optimizer_workers: int = Field(default=1, ge=1)
+    """STEPs of a rank that may run at a time; they share its cores and the host's memory bandwidth."""
     bucket_layers: int = Field(default=1, ge=0)
     """Layers per FETCH, OFFLOAD_GRAD and STEP; 0 for whole stages."""
     reuse_weights: bool = True
@@ -34,5 +36,7 @@ class Options(Spec):
     """Microbatches of tokens held by a stage that reads them."""
     stage_input_route: Literal["p2p", "host"] = "p2p"
     """``p2p``: to the GPU that needs it, as soon as it is produced; ``host``: through host memory."""
+    stage_inputs: Literal["async", "sync"] = "async"
+    """``sync``: a rank computes on only after it has sent the stage inputs it produced (route ``p2p`` only)."""
     stage_input_slots: int = Field(default=2, ge=1)
     """Stage inputs that a GPU loads ahead from host memory (route ``host`` only)."""

@@ -29,6 +29,17 @@ def breadth_first(layout: Layout, num_microbatches: int) -> ComputeOrder:
     return order
 
 
+def depth_first(layout: Layout, num_microbatches: int) -> ComputeOrder:
+    """One microbatch after the other through all stages: upwards, then downwards."""
+    order: ComputeOrder = [[] for _ in range(layout.num_ranks)]
+    for m in range(num_microbatches):
+        for k, stage in enumerate(layout.forward):
+            order[stage.rank].append(("F", k, m))
+        for k, stage in reversed(list(enumerate(layout.backward))):
+            order[stage.rank].append(("B", k, m))
+    return order
+
+
 def one_forward_one_backward(layout: Layout, num_microbatches: int) -> ComputeOrder:
     """Interleaved 1F1B: warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
 

@@ -158,6 +158,9 @@ def simulate(
     contention: Annotated[
         bool, typer.Option("--contention/--no-contention", help="Whether transfers and CPU work share what they use.")
     ] = True,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say what limits the plan, and what one better part would buy.")
+    ] = False,
     json_file: JsonFile = None,
     force: Force = False,
 ) -> None:
@@ -168,6 +171,7 @@ def simulate(
       spipe simulate plan.json
       spipe simulate plan.json --trace trace.json       open it at ui.perfetto.dev
       spipe simulate plan.json --hardware hardware.toml
+      spipe simulate plan.json --explain
     """
     output = Output(json_file, force)
     new_file(trace, force)
@@ -180,7 +184,21 @@ def simulate(
     if trace is not None:
         simulation.trace.save(trace)
         progress(f"wrote {trace}")
-    output.show(simulation_data(simulation), lambda console: show_simulation(console, simulation))
+    if not explain:
+        output.show(simulation_data(simulation), lambda console: show_simulation(console, simulation))
+        return
+
+    from spipe.sim.explain import explain as explained
+
+    why = explained(simulation)
+
+    def render(console: "Console") -> None:
+        show_simulation(console, simulation)
+        console.print()
+        for line in why.words():
+            console.print(line, soft_wrap=True)
+
+    output.show({**simulation_data(simulation), "explanation": why.to_json()}, render)
 
 
 def simulation_data(simulation: "Simulation") -> dict[str, Any]:

@@ -9,7 +9,7 @@ BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/
 CPP_FILES := $(wildcard native/*.cpp native/*.hpp)
 NOTEBOOKS := $(wildcard notebooks/*.py)
 
-.PHONY: help setup demo test test-all lint format notebooks wheel clean
+.PHONY: help setup demo test test-all lint format notebooks sanitize sanitize-address sanitize-thread wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -44,6 +44,23 @@ format: $(INSTALLED)  ## rewrite Python and C++ files in the project's format
 
 notebooks: $(INSTALLED)  ## execute the notebooks and refresh their .ipynb
 	$(BIN)/python scripts/execute_notebooks.py $(NOTEBOOK_FLAGS) $(NOTEBOOKS)
+
+sanitize: sanitize-address sanitize-thread  ## the native tests under the address, undefined-behaviour and thread sanitizers
+
+sanitize-address: SANITIZERS := address,undefined
+sanitize-address: LIBRARIES := libasan.so libubsan.so
+sanitize-thread: SANITIZERS := thread
+sanitize-thread: LIBRARIES := libtsan.so
+# A copy of the tree with an extension built for it; torch's OpenMP threads, which the sanitizer cannot see, stay off.
+sanitize-address sanitize-thread: export PATH := $(abspath $(BIN)):$(PATH)
+sanitize-address sanitize-thread: $(INSTALLED)
+	cmake -S . -B build/$@ -G Ninja -DCMAKE_BUILD_TYPE=Debug -DSPIPE_SANITIZE=$(SANITIZERS)
+	cmake --build build/$@
+	rm -rf build/$@/tree && mkdir build/$@/tree && cp -a spipe sim runtime tests pyproject.toml build/$@/tree
+	rm -f build/$@/tree/spipe/_native*.so && cmake --install build/$@ --prefix build/$@/tree
+	cd build/$@/tree && OMP_NUM_THREADS=1 PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
+	  TSAN_OPTIONS=halt_on_error=1 LD_PRELOAD="$(foreach library,$(LIBRARIES),$(shell g++ -print-file-name=$(library)))" \
+	  PYTHONPATH=. setarch -R python -m pytest -p no:cacheprovider -s tests/native $(SANITIZE_FLAGS)
 
 wheel: $(INSTALLED)  ## build a wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import typer
 
-from spipe.cli import planning, running, specs, validating
+from spipe.cli import planning, plotting, running, specs, validating
 from spipe.errors import SpipeError
 
 app = typer.Typer(
@@ -28,7 +28,7 @@ Examples:
   spipe compare plan.json run --hardware hardware.toml
 """,
 )
-for _module in (specs, planning, running, validating):
+for _module in (specs, planning, running, validating, plotting):
     for _command in _module.COMMANDS:
         app.command()(_command)
 

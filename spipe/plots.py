@@ -1,0 +1,114 @@
+"""Figures from result files: predicted against measured times, idle time by cause."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spipe.errors import SpipeError
+from spipe.metrics import CAUSES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".pdf")
+_COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#8C564B",
+    "#7F7F7F",
+    "#BCBD22",
+    "#17BECF",
+)
+_MARKERS = ("o", "s", "^", "D")
+
+
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Write a figure; the same data give the same bytes."""
+    import matplotlib
+
+    if path.suffix not in SUFFIXES:
+        raise SpipeError(f"{path}: a figure's name should end in {', '.join(SUFFIXES)}")
+    empty = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    with matplotlib.rc_context({"svg.hashsalt": "spipe"}):
+        figure.savefig(path, dpi=150, metadata=empty[path.suffix])
+
+
+def predicted_against_measured(rows: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Rows of ``spipe validate --json``: a panel per cluster, rows used for fitting hollow, with lines 10 % off."""
+    measured = [row for row in rows if row["measured_ms"] is not None]
+    if not measured:
+        raise SpipeError("no row has a measured time; there is nothing to plot")
+    clusters = list(dict.fromkeys(row["cluster"] for row in measured))
+    systems = list(dict.fromkeys(row["system"] for row in measured))
+    figure = _figure(5.2 * len(clusters), 5.0)
+    for number, cluster in enumerate(clusters, 1):
+        axes = figure.add_subplot(1, len(clusters), number)
+        mine = [row for row in measured if row["cluster"] == cluster]
+        times = [row[key] / 1e3 for row in mine for key in ("measured_ms", "predicted_ms")]
+        ends = [0.85 * min(times), 1.18 * max(times)]
+        axes.fill_between(ends, [0.9 * x for x in ends], [1.1 * x for x in ends], color="#DDDDDD", label="within 10 %")
+        axes.plot(ends, ends, color="#888888", linewidth=0.8)
+        for j, system in enumerate(systems):
+            for used_for in ("judge", "fit"):
+                found = [row for row in mine if row["system"] == system and row["used_for"] == used_for]
+                colour = _COLOURS[j % len(_COLOURS)]
+                axes.scatter(
+                    [row["measured_ms"] / 1e3 for row in found],
+                    [row["predicted_ms"] / 1e3 for row in found],
+                    marker=_MARKERS[j % len(_MARKERS)],
+                    s=34,
+                    linewidths=1.2,
+                    edgecolors=colour,
+                    facecolors=colour if used_for == "judge" else "none",
+                    label=system if used_for == "judge" else None,
+                    zorder=3,
+                )
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured step (s)", title=cluster)
+        ticks = [t for t in (5, 10, 20, 50, 100, 200, 400) if ends[0] < t < ends[1]]
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_ticks(ticks, [str(t) for t in ticks])
+            axis.set_ticks([], minor=True)
+        axes.set_aspect("equal")
+        axes.set_ylabel("predicted step (s)")
+        axes.legend(frameon=False, loc="upper left", title="filled: judged, hollow: fitted")
+    return figure
+
+
+def idle_time(results: Mapping[str, Mapping[str, Any]]) -> "Figure":
+    """Results of ``spipe simulate --json`` by name: what the compute lanes do, and why they stand still."""
+    names = list(results)
+    parts: dict[str, list[float]] = {"busy": []}
+    for name in names:
+        result = results[name]
+        busy = sum(result["busy_s"])
+        whole = busy + result["idle_s"]
+        parts["busy"].append(100 * busy / whole)
+        for cause in CAUSES:
+            parts.setdefault(cause, []).append(100 * result["bubbles"].get(cause, 0.0) / whole)
+    figure = _figure(8.0, 1.4 + 0.5 * len(names))
+    axes = figure.add_subplot()
+    left = [0.0] * len(names)
+    for j, (part, widths) in enumerate(parts.items()):
+        if max(widths) < 0.05:
+            continue
+        colour = "#D9D9D9" if part == "busy" else _COLOURS[(j - 1) % len(_COLOURS)]
+        axes.barh(range(len(names)), widths, left=left, color=colour, label=part, edgecolor="white", linewidth=0.5)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    seconds = [f"{name}\n{results[name]['predicted']['step_s']:.4g} s a step" for name in names]
+    axes.set_yticks(range(len(names)), seconds)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 100), xlabel="time of all compute lanes (%)")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=6, frameon=False)
+    return figure

@@ -15,7 +15,7 @@ from typing import Any
 from spipe.errors import SpipeError
 from spipe.plan import Plan
 
-EXIT_USER, EXIT_FAILED = 2, 1
+EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 
 
@@ -190,4 +190,8 @@ def _run_locally(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("spipe: interrupted", file=sys.stderr)
+        _leave(EXIT_INTERRUPTED)

@@ -121,8 +121,7 @@ class CudaDevice:
     """Ranks that compute on a CUDA device: a stream per GPU lane."""
 
     def __init__(self, program: Program, rank: int, index: int, memory_bytes: float) -> None:
-        if not cuda.is_available():
-            raise SpipeError("the plan is for device cuda, but PyTorch finds no CUDA device here")
+        require_device("cuda")
         if index >= cuda.device_count():
             raise SpipeError(f"rank {rank} should use CUDA device {index}, but there are {cuda.device_count()}")
         self.device = torch.device("cuda", index)
@@ -284,6 +283,15 @@ class CudaDevice:
         for pointer in self._registered:
             runtime.cudaHostUnregister(pointer)
         self._registered.clear()
+
+
+def require_device(kind: str) -> None:
+    """Raises SpipeError if this machine has no such device."""
+    if kind == "cuda" and not cuda.is_available():
+        raise SpipeError(
+            "the plan's hardware has device cuda, but PyTorch finds no CUDA device here (`spipe doctor` shows what is "
+            "found); run it where there are GPUs, or make a plan for a cpu machine (`spipe search --hardware laptop`)"
+        )
 
 
 def make_device(plan: Plan, rank: int) -> Device:

@@ -60,6 +60,7 @@ class Job:
 
     def check(self) -> None:
         """Raises SpipeError if anything a user gave cannot work."""
+        from spipe.runtime.devices import require_device
         from spipe.runtime.transports import choose_transport
 
         if self.steps < 1:
@@ -75,6 +76,7 @@ class Job:
                 f"the plan spreads {self.num_ranks} ranks over {hosts} hosts of {hardware.name}; runs use one host: "
                 f"make a plan with at most {hardware.ranks_per_host} ranks"
             )
+        require_device(hardware.device)
         choose_transport(self.transport, hardware.device, self.num_ranks, False)
         for name in RUN_FILES:
             if (self.output / name).exists() and not self.overwrite:

@@ -107,6 +107,9 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
     with Watchdog(program, rank, store, job.steps, job.timeout_s, pids):
         try:
             executor.run()
+        except BaseException:  # an interrupt, say: the other lanes and ranks must not train on
+            store.flags.abort(store.layout.abort)
+            raise
         finally:
             if reporter:
                 reporter.join()

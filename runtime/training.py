@@ -113,6 +113,7 @@ def run(
 
 def claim(job: Job) -> None:
     """Make the run directory and put the plan into it. Raises SpipeError if another run was faster."""
+    text = job.plan.text()
     try:
         job.output.mkdir(parents=True, exist_ok=True)
         if job.overwrite:
@@ -123,8 +124,8 @@ def claim(job: Job) -> None:
         raise SpipeError(f"{job.output} already holds a run (plan.json); give another directory or remove it") from None
     except OSError as error:
         raise SpipeError(f"{job.output}: cannot write the run there ({error.strerror})") from None
-    os.close(descriptor)
-    job.plan.save(job.output / "plan.json")
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
 
 
 @contextmanager

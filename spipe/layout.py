@@ -75,9 +75,7 @@ class Layout:
         self._check_partition("forward", self.forward)
         covered = self.backward[-1].stop if self.backward else 0
         if covered != self.num_layers:
-            raise SpipeError(
-                f"backward stages cover layers 0..{covered - 1} of {self.num_layers}; every layer is needed"
-            )
+            raise SpipeError(f"backward stages cover {covered} of {self.num_layers} layers; every layer is needed")
         if self.forward_stop > self.num_layers:
             raise SpipeError(f"forward stages end at layer {self.forward_stop} of {self.num_layers}")
         if self.forward_stop < self.backward[-1].first:

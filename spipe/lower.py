@@ -17,6 +17,20 @@ from spipe.pause import collector_paused
 from spipe.program import Program
 from spipe.schedules import ComputeOrder
 
+MAX_COMPUTE_OPS = 1_000_000
+"""A program with more would take minutes to lower and gigabytes to hold."""
+
+
+def require_size(layout: Layout, num_microbatches: int) -> None:
+    """Raises SpipeError if the program would have more than MAX_COMPUTE_OPS compute ops."""
+    num_forward, num_backward = len(layout.forward), len(layout.backward)
+    count = num_microbatches * (num_forward + 2 * num_backward)
+    if count > MAX_COMPUTE_OPS:
+        raise SpipeError(
+            f"{num_microbatches} microbatches through {num_forward} forward and {num_backward} backward stages are "
+            f"{count} compute ops a step; the limit is {MAX_COMPUTE_OPS}: use larger microbatches or fewer stages"
+        )
+
 
 def lower(
     layout: Layout, order: ComputeOrder, num_microbatches: int, options: Options | None = None, *, tied: bool = False
@@ -35,6 +49,7 @@ def lower(
     """
     if num_microbatches < 1:
         raise SpipeError(f"a step needs at least one microbatch, got {num_microbatches}")
+    require_size(layout, num_microbatches)
     with collector_paused():
         return _Lowering(layout, order, num_microbatches, options or Options(), tied).program()
 

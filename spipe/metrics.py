@@ -18,7 +18,8 @@ gradient slab still on its way            ``gradient push``
 send slot                                 ``memory`` until the peer had room, then ``transfer``
 nothing was late                          ``host issue``
 after a rank's last compute               ``drain`` until the last compute anywhere, then ``gradient push`` until the
-                                          last OFFLOAD_GRAD, then ``optimizer``
+                                          last OFFLOAD_GRAD, ``transfer`` until the verdict is known everywhere, then
+                                          ``optimizer``
 ========================================  ==================================================================
 """
 
@@ -158,6 +159,8 @@ class _Analysis:
         offloads = [i for i, kind in enumerate(self.program.kind) if kind == Kind.OFFLOAD_GRAD]
         last_offload = max(self.end[i] for i in offloads)
         lead_in = list(self._causes(first, begin, first_compute))
+        verdict = max(self.end[i] for i, kind in enumerate(self.program.kind) if kind == Kind.VALIDATE)
+        ends = (("drain", last_compute), ("gradient push", last_offload), ("transfer", verdict), ("optimizer", finish))
         busy, bubbles = [], []
         for lane in self.lanes:
             parts: dict[str, list[float]] = {cause: [] for cause in CAUSES}
@@ -173,7 +176,7 @@ class _Analysis:
                         parts[cause].append(seconds)
                 total += end - start
                 at = end
-            for cause, until in (("drain", last_compute), ("gradient push", last_offload), ("optimizer", finish)):
+            for cause, until in ends:
                 until = min(until, finish)
                 if until > at:
                     parts[cause].append(until - at)

@@ -18,25 +18,25 @@ class Options(Spec):
     """Whether all ranks wait for all optimizer steps before the next training step starts (the published order)."""
     step_order: Literal["deadline", "arrival"] = "deadline"
     """``deadline``: of the gradients there, step the layers needed first in the next training step."""
-    optimizer_workers: int = Field(default=1, ge=1)
+    optimizer_workers: int = Field(default=1, ge=1, le=65536)
     """STEPs of a rank that may run at a time; they share its cores and the host's memory bandwidth."""
-    bucket_layers: int = Field(default=1, ge=0)
+    bucket_layers: int = Field(default=1, ge=0, le=65536)
     """Layers per FETCH, OFFLOAD_GRAD and STEP; 0 for whole stages."""
     reuse_weights: bool = True
     """Keep fetched weights as long as a later use is nearer than that of what would replace them."""
-    weight_slots: int = Field(default=2, ge=1)
+    weight_slots: int = Field(default=2, ge=1, le=65536)
     """Stages whose weights a GPU holds at a time."""
-    gradient_slots: int | None = Field(default=None, ge=1)
+    gradient_slots: int | None = Field(default=None, ge=1, le=65536)
     """Stages whose gradients a GPU holds at a time; None for 2, or as many as the schedule alternates between."""
-    receive_slots: int = Field(default=2, ge=1)
+    receive_slots: int = Field(default=2, ge=1, le=65536)
     """Received activations or gradients held per peer and class of message."""
-    send_slots: int = Field(default=2, ge=1)
+    send_slots: int = Field(default=2, ge=1, le=65536)
     """Unsent activations or gradients held per peer and class of message."""
-    token_slots: int = Field(default=2, ge=1)
+    token_slots: int = Field(default=2, ge=1, le=65536)
     """Microbatches of tokens held by a stage that reads them."""
     stage_input_route: Literal["p2p", "host"] = "p2p"
     """``p2p``: to the GPU that needs it, as soon as it is produced; ``host``: through host memory."""
     stage_inputs: Literal["async", "sync"] = "async"
     """``sync``: a rank computes on only after it has sent the stage inputs it produced (route ``p2p`` only)."""
-    stage_input_slots: int = Field(default=2, ge=1)
+    stage_input_slots: int = Field(default=2, ge=1, le=65536)
     """Stage inputs that a GPU loads ahead from host memory (route ``host`` only)."""

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
 from spipe.layout import Layout, Stage
-from spipe.lower import lower
+from spipe.lower import lower, require_size
 from spipe.model import ModelSpec
 from spipe.options import Options
 from spipe.program import Program
@@ -28,6 +28,11 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 ELEMENT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 PositiveInt = Annotated[int, Field(strict=True, ge=1)]
+# Bounds far above any use: what lies beyond is a slip of the hand, and would fill the memory before anything else.
+Batch = Annotated[int, Field(strict=True, ge=1, le=2**20)]
+SequenceLength = Annotated[int, Field(strict=True, ge=1, le=2**24)]
+Threads = Annotated[int, Field(strict=True, ge=1, le=4096)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
@@ -101,16 +106,16 @@ class Plan(Spec):
     """Gradients accumulate and travel to the host in this type; None: as ``precision``."""
     optimizer: AdamW = AdamW()
     loss_scale: LossScale = LossScale()
-    sequence: PositiveInt
-    microbatch_size: PositiveInt
+    sequence: SequenceLength
+    microbatch_size: Batch
     """Sequences per microbatch."""
-    num_microbatches: PositiveInt
-    compute_threads: PositiveInt = 1
+    num_microbatches: Batch
+    compute_threads: Threads = 1
     """CPU threads of a rank's compute lane (device ``cpu``); results are bitwise equal only for the same number."""
-    optimizer_threads: Annotated[int, Field(strict=True, ge=0)] = 0
+    optimizer_threads: Annotated[int, Field(strict=True, ge=0, le=4096)] = 0
     """CPU threads of a rank's optimizer; 0: the host's cores shared out over its ranks."""
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
-    predicted: dict[str, float] | None = None
+    predicted: dict[str, Finite] | None = None
     """Metrics of the simulation that chose this plan."""
 
     @model_validator(mode="after")
@@ -152,9 +157,13 @@ class Plan(Spec):
         text = self.model_dump_json(exclude={"predicted", "hardware"})
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def text(self) -> str:
+        """What ``plan.json`` holds; the same plan gives the same bytes."""
+        return json.dumps(self.model_dump(mode="json"), indent=1, allow_nan=False) + "\n"
+
     def save(self, path: str | Path) -> None:
-        """Write ``plan.json``; the same plan gives the same bytes."""
-        Path(path).write_text(json.dumps(self.model_dump(mode="json"), indent=1, allow_nan=False) + "\n")
+        """Write ``plan.json``."""
+        Path(path).write_text(self.text())
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
@@ -164,7 +173,7 @@ class Plan(Spec):
             data = json.loads(path.read_text())
         except OSError as error:
             raise SpipeError(f"{path}: cannot read the plan ({error.strerror})") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SpipeError(f"{path}: not JSON ({error}); make a plan with `spipe search`") from None
         if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
             version = data.get("schema_version") if isinstance(data, dict) else None
@@ -183,6 +192,7 @@ class Plan(Spec):
 @lru_cache(maxsize=64)
 def _program(layout: LayoutSpec, schedule: str, num_microbatches: int, options: Options, tied: bool) -> Program:
     laid_out = layout.layout()
+    require_size(laid_out, num_microbatches)
     order = get_schedule(schedule).compute_order(laid_out, num_microbatches)
     return lower(laid_out, order, num_microbatches, options, tied=tied)
 
@@ -231,8 +241,8 @@ def make_plan(
         SpipeError: naming what does not fit and what would.
     """
     for name, value in (("global_batch", global_batch), ("microbatch_size", microbatch_size), ("sequence", sequence)):
-        if not isinstance(value, int) or value < 1:
-            raise SpipeError(f"{name} = {value!r} should be a whole number of at least 1")
+        if not isinstance(value, int) or not 1 <= value <= 2**24:
+            raise SpipeError(f"{name} = {value!r} should be a whole number of 1 to {2**24}")
     if global_batch % microbatch_size:
         raise SpipeError(
             f"a global batch of {global_batch} sequences does not divide into microbatches of {microbatch_size}; use a "

@@ -64,6 +64,12 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "schema": (lambda d: d.update(schema_version=99), "schema_version = 99, this version reads 1"),
     "unknown field": (lambda d: d.update(colour="red"), "colour"),
     "unknown option": (lambda d: d["options"].update(weight_slot=3), "weight_slot"),
+    "huge counts": (lambda d: d.update(num_microbatches=10**12), "num_microbatches = 1000000000000"),
+    "too many ops": (lambda d: d.update(num_microbatches=10**6), "compute ops a step; the limit is"),
+    "huge slots": (lambda d: d["options"].update(weight_slots=10**18), "weight_slots = 1000000000000000000"),
+    "huge threads": (lambda d: d.update(compute_threads=10**9), "compute_threads = 1000000000"),
+    "infinite prediction": (lambda d: d.update(predicted={"step_s": float("inf")}), "predicted.step_s = inf"),
+    "no backward stage": (lambda d: d["layout"].update(backward=[]), "backward stages cover 0 of 8 layers"),
     "zero microbatches": (lambda d: d.update(num_microbatches=0), "num_microbatches = 0"),
     "negative sequence": (lambda d: d.update(sequence=-5), "sequence = -5"),
     "fractional count": (lambda d: d.update(microbatch_size=1.5), "microbatch_size = 1.5"),
@@ -91,7 +97,7 @@ def test_not_a_number_in_a_plan_is_refused(tmp_path: Path) -> None:
         Plan.load(path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"schema_version": null}'])
+@pytest.mark.parametrize("text", ["", "{", "[" * 200000, "[]", "3", '{"schema_version": null}'])
 def test_what_is_not_a_plan_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
@@ -107,6 +113,7 @@ def test_what_is_not_a_plan_is_refused(text: str, tmp_path: Path) -> None:
             "global batch of 8 sequences does not divide into microbatches of 3",
         ),
         ({"global_batch": 0}, "global_batch = 0"),
+        ({"global_batch": 10**12}, "global_batch = 1000000000000 should be"),
         ({"microbatch_size": -1}, "microbatch_size = -1"),
         ({"sequence": float("nan")}, "sequence = nan"),
         ({"num_ranks": 9}, "num_ranks = 9 should be 1 to 4"),

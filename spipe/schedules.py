@@ -115,6 +115,10 @@ def _decoupled(num_ranks: int, costs: Sequence[float], forward: int, backward: i
     return decoupled_layout(num_ranks, costs, num_ranks * forward, num_ranks * backward, full_forward=full_forward)
 
 
+def _round_robin(num_ranks: int, costs: Sequence[float], forward: int, backward: int, full_forward: bool) -> Layout:
+    return decoupled_layout(num_ranks, costs, num_ranks * forward, num_ranks * backward)  # the last stage is fused
+
+
 def _coupled(num_ranks: int, costs: Sequence[float], forward: int, backward: int, full_forward: bool) -> Layout:
     if forward != backward:
         raise SpipeError(
@@ -155,6 +159,14 @@ SCHEDULES: dict[str, Schedule] = {
             one_forward_one_backward,
             False,
             _SYNCHRONOUS,
+        ),
+        Schedule(
+            "roundpipe",
+            "stages round-robin over GPUs without state, last stage fused, stage inputs through host memory",
+            _round_robin,
+            breadth_first,
+            True,
+            {"stage_input_route": "host", "optimizer": "sync", "barrier": True, "step_order": "arrival"},
         ),
     )
 }

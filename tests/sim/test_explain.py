@@ -162,3 +162,31 @@ def test_resident_weights_are_a_parameter_of_1f1b() -> None:
         return sum(kind == Kind.FETCH for kind in plan.program().kind)
 
     assert fetches(2) == 4 < fetches(1)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 2), st.integers(1, 3), st.integers(1, 5))
+def test_roundpipe_is_sound_and_deals_stages_round_robin(ranks: int, forward: int, backward: int, batch: int) -> None:
+    plan = make_plan(
+        load_model("tiny").replace(num_layers=12),
+        load_hardware("v100x4"),
+        schedule="roundpipe",
+        num_ranks=ranks,
+        forward_stages=forward,
+        backward_stages=backward,
+        global_batch=batch,
+        microbatch_size=1,
+        sequence=128,
+        precision="fp16",
+        published=True,
+    )
+    program = plan.program()
+    assert check(program) == []
+    layout = program.layout
+    assert layout.forward_stop == layout.backward[-1].first  # the last stage is run once, forward and backward
+    dealt = [stage.rank for stage in (*layout.forward, *reversed(layout.backward))]
+    if len(layout.forward) == ranks * forward:
+        assert dealt == [k % ranks for k in range(len(dealt))]
+    sends = {Kind.SEND_STAGE_INPUT, Kind.RECV_STAGE_INPUT}
+    assert not sends & {Kind(kind) for kind in program.kind}
+    assert simulate(plan).step_s > 0

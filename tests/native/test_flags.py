@@ -26,13 +26,19 @@ def memory():
     return np.zeros(16, np.int64)
 
 
+TIMERS: list[threading.Timer] = []
+
+
 @pytest.fixture
 def flags(memory):
-    return native.Flags(memory.ctypes.data, memory.size)
+    yield native.Flags(memory.ctypes.data, memory.size)
+    while TIMERS:  # a thread may still look through the flags when the wait it ended has returned
+        TIMERS.pop().join()
 
 
 def later(action, delay_s=0.05):
     timer = threading.Timer(delay_s, action)
+    TIMERS.append(timer)
     timer.start()
     return timer
 

@@ -52,7 +52,11 @@ class Calibration:
 
 
 def calibrate(
-    runs: Sequence[tuple[Plan, Trace]], hardware: HardwareSpec | None = None, *, warmup: int = WARM_UP_STEPS
+    runs: Sequence[tuple[Plan, Trace]],
+    hardware: HardwareSpec | None = None,
+    *,
+    warmup: int = WARM_UP_STEPS,
+    names: Sequence[str] = (),
 ) -> Calibration:
     """Fit a hardware spec to measured runs.
 
@@ -60,14 +64,23 @@ def calibrate(
         runs: plans with the traces of running them; several different ones tell more.
         hardware: what to start from; None: the hardware of the first plan.
         warmup: steps of the job that do not count (by step number; a trace may start later).
+        names: what messages call the runs; default: by number, from 0.
 
     Raises:
-        SpipeError: if a trace is of another plan, has too few steps, or holds durations that cannot be.
+        SpipeError: if a trace is of another plan or device, is not complete, has too few steps, or holds durations
+            that cannot be.
     """
     if not runs:
         raise SpipeError("calibration needs at least one run: a plan and its trace")
     hardware = _with_cores(hardware or runs[0][0].hardware, [trace for _, trace in runs])
-    fit = _Fit(hardware, [measurements(plan, trace, hardware, warmup) for plan, trace in runs])
+    names = names or [f"run {number}" for number in range(len(runs))]
+    fit = _Fit(
+        hardware,
+        [
+            measurements(plan, trace, hardware, warmup, f"calibrate: {name}")
+            for name, (plan, trace) in zip(names, runs, strict=True)
+        ],
+    )
     fit.layers()
     fit.copies()
     fit.messages()
@@ -76,7 +89,10 @@ def calibrate(
     fitted = fit.hardware
     rows = []
     for number, (plan, trace) in enumerate(runs):
-        measured = median_step_s(plan.program(), trace, warmup)
+        try:
+            measured = median_step_s(plan.program(), trace, warmup)
+        except SpipeError as error:
+            raise SpipeError(f"calibrate: {names[number]}: {error}") from None
         predicted = simulate(plan, hardware=fitted).step_s
         rows.append(
             {"run": number, "plan": plan.digest(), "measured_s": measured, "predicted_s": predicted,

@@ -9,6 +9,7 @@ from spipe.metrics import CAUSES, StepMetrics, analyse, median_step_s, step_time
 from spipe.ops import Kind
 from spipe.plan import Plan
 from spipe.program import Program
+from spipe.sim.measurements import check_run
 from spipe.sim.simulation import Simulation, simulate
 from spipe.trace import Trace
 
@@ -54,10 +55,11 @@ def compare(
         warmup: steps of the job that do not count.
 
     Raises:
-        SpipeError: if the trace is of another plan or has no two consecutive steps after the warm-up.
+        SpipeError: if the trace is of another plan or device, is not complete, or has no two consecutive steps after
+            the warm-up.
     """
     program = plan.program()
-    trace.check_matches(program, "compare")
+    check_run(plan, trace, hardware or plan.hardware, "compare")
     measured_s = median_step_s(program, trace, warmup)
     simulation = simulate(plan, hardware=hardware)
     timed = [step for step in step_times(program, trace) if step >= warmup]

@@ -12,7 +12,7 @@ from spipe.program import Program
 from spipe.sim.cost import CostModel
 from spipe.sim.fitting import Samples
 from spipe.sim.pricing import Pricing
-from spipe.trace import Trace
+from spipe.trace import ROUNDING_S, Trace
 
 MIN_STEPS = 2
 _BUCKETED = {Kind.FETCH, Kind.OFFLOAD_GRAD, Kind.STEP, Kind.COMMIT}
@@ -46,29 +46,44 @@ class Measurement:
     num_parameters: int
 
 
-def measurements(plan: Plan, trace: Trace, hardware: HardwareSpec, warmup: int) -> list[Measurement]:
-    """All measurements of one run.
+def check_run(plan: Plan, trace: Trace, hardware: HardwareSpec, where: str) -> None:
+    """Raises SpipeError unless the trace is a complete one of the plan, on a device such as the hardware's."""
+    trace.check_matches(plan.program(), where)
+    trace.check_complete(where)
+    if plan.hardware.device != hardware.device:
+        raise SpipeError(
+            f"{where}: the run was on device {plan.hardware.device} ({plan.hardware.name}), but hardware "
+            f"{hardware.name} has device {hardware.device}; give a {plan.hardware.device} machine, or a run on "
+            f"{hardware.device}"
+        )
+
+
+def measurements(
+    plan: Plan, trace: Trace, hardware: HardwareSpec, warmup: int, where: str = "calibrate"
+) -> list[Measurement]:
+    """All measurements of one run, which messages call ``where``.
 
     Raises:
-        SpipeError: if the trace is of another plan, has too few steps after ``warmup``, or impossible times.
+        SpipeError: if the trace is of another plan or device, is not complete, has too few steps after ``warmup``, or
+            impossible times.
     """
     program = plan.program()
-    trace.check_matches(program, "calibrate")
+    check_run(plan, trace, hardware, where)
     steps = {step for step in trace.steps() if step >= warmup}
     if len(steps) < MIN_STEPS:
         raise SpipeError(
-            f"calibrate: the trace has {len(steps)} steps after {warmup} warm-up steps; it takes at least {MIN_STEPS}: "
+            f"{where}: the trace has {len(steps)} steps after {warmup} warm-up steps; it takes at least {MIN_STEPS}: "
             "run longer, or trace more steps"
         )
     costs = CostModel.of(plan, hardware)
     pricing = Pricing(costs, program)
-    durations, gaps = _Reading(program, trace, costs, steps).groups()
+    durations, gaps = _Reading(program, trace, costs, steps, where).groups()
     found = []
     for (kind_number, stage, bucket), values in durations.items():
         kind, i = Kind(kind_number), _example(program, kind_number, stage, bucket)
         samples = Samples.of(values)
         if samples.median <= 0 and kind in COMPUTE:
-            raise SpipeError(f"calibrate: {program.op(i)} took {samples.median} s in the median: the trace is damaged")
+            raise SpipeError(f"{where}: {program.op(i)} took {samples.median} s in the median: the trace is damaged")
         if samples.median <= 0:
             continue
         parts = pricing.parts(i)
@@ -107,8 +122,8 @@ def _example(program: Program, kind: int, stage: int, bucket: int) -> int:
 class _Reading:
     """Reads the rows of a trace, grouped by equal ops."""
 
-    def __init__(self, program: Program, trace: Trace, costs: CostModel, steps: set[int]) -> None:
-        self.program, self.trace, self.costs, self.steps = program, trace, costs, steps
+    def __init__(self, program: Program, trace: Trace, costs: CostModel, steps: set[int], where: str) -> None:
+        self.program, self.trace, self.costs, self.steps, self.where = program, trace, costs, steps, where
         self.on_cpu = costs.hardware.device == "cpu"
         self.row = {(step, op): row for row, (step, op) in enumerate(zip(trace.step, trace.op, strict=True))}
 
@@ -141,14 +156,14 @@ class _Reading:
         """How long an op took, or the processor time it used on device ``cpu``."""
         program, trace, i = self.program, self.trace, self.trace.op[row]
         seconds = trace.end_s[row] - trace.start_s[row]
-        if not math.isfinite(seconds) or seconds < 0:
+        if not seconds >= -ROUNDING_S or math.isinf(seconds):
             raise SpipeError(
-                f"calibrate: {program.op(i)} of step {trace.step[row]} starts at {trace.start_s[row]} s and ends at "
+                f"{self.where}: {program.op(i)} of step {trace.step[row]} starts at {trace.start_s[row]} s and ends at "
                 f"{trace.end_s[row]} s; durations cannot be negative or unknown: the trace is damaged"
             )
         used = trace.cpu_s[row]
         if not self.on_cpu or not used > 0:
-            return seconds
+            return max(seconds, 0.0)
         if program.kind[i] == Kind.STEP:
             return used / self.costs.adam_threads
         if program.partner[i] >= 0:

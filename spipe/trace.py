@@ -7,6 +7,7 @@ there. ``end``: it was done. ``cpu_s``: processor time it used, where the op ran
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA_VERSION = 1
+ROUNDING_S = 2e-6
+"""An op may seem to end so much before its start: clocks of devices are no finer."""
 _TIMES = ("ready_s", "start_s", "end_s", "cpu_s")
 
 
@@ -109,6 +112,19 @@ class Trace:
                 "it belongs to another plan; give the plan that was run"
             )
 
+    def check_complete(self, where: str) -> None:
+        """Raises SpipeError unless every step that has rows has all ops of the program."""
+        counts = Counter(self.step)
+        for step in sorted(counts):
+            if counts[step] < len(self.names):
+                missing = min(
+                    set(range(len(self.names))) - {op for s, op in zip(self.step, self.op, strict=True) if s == step}
+                )
+                raise SpipeError(
+                    f"{where}: step {step} of the trace has {counts[step]} of {len(self.names)} ops "
+                    f"({self.names[missing]} is missing): the trace is not complete; run again to make a new one"
+                )
+
     def save(self, path: str | Path) -> None:
         """Write Chrome trace-event JSON: a process per rank, a thread per lane, microseconds; exact seconds in args."""
         origin = min(self.start_s, default=0.0)
@@ -163,7 +179,7 @@ class Trace:
         path = Path(path)
         try:
             document = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise SpipeError(
                 f"{path}: not a readable trace ({error}); expected a trace.json written by spipe"
             ) from None
@@ -175,20 +191,82 @@ class Trace:
                 "`spipe simulate --trace` or `spipe run`"
             )
         try:
-            trace = cls(
-                metadata["source"], metadata["names"], metadata["ranks"], metadata["lanes"], metadata=metadata["more"]
-            )
-            for event in document["traceEvents"]:
-                if event["ph"] == "X":
-                    args = event["args"]
-                    ready, start, end = args["ready_s"], args["start_s"], args["end_s"]
-                    trace.add(args["step"], args["op"], ready, start, end, args.get("cpu_s", math.nan))
-                    if "note" in args:
-                        trace.notes[args["step"], args["op"]] = args["note"]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise SpipeError(
-                f"{path}: damaged trace: {type(error).__name__} {error}; run again to make a new one"
-            ) from None
-        if any(not 0 <= i < len(trace.names) for i in trace.op):
-            raise SpipeError(f"{path}: damaged trace: an op number is outside 0..{len(trace.names) - 1}")
+            trace = _head(metadata)
+            events = document.get("traceEvents")
+            if not isinstance(events, list):
+                raise _DamagedError(f"traceEvents is {_shown(events)}, not a list of events")
+            seen: set[tuple[int, int]] = set()
+            for number, event in enumerate(events):
+                if not isinstance(event, dict):
+                    raise _DamagedError(f"traceEvents[{number}] is {_shown(event)}, not an event")
+                if event.get("ph") == "X":
+                    _read_event(trace, event.get("args"), f"traceEvents[{number}].args", seen)
+        except _DamagedError as error:
+            raise SpipeError(f"{path}: damaged trace: {error}; run or simulate again to make a new one") from None
         return trace
+
+
+class _DamagedError(Exception):
+    """What is wrong with which field of a trace file."""
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _head(metadata: dict[str, Any]) -> Trace:
+    """The trace without rows that the metadata of a file describe."""
+    for name, wanted in (("source", str), ("names", list), ("ranks", list), ("lanes", list), ("more", dict)):
+        if not isinstance(metadata.get(name), wanted):
+            what = {str: "a text", list: "a list", dict: "a table"}[wanted]
+            raise _DamagedError(f"metadata.{name} is {_shown(metadata.get(name))}, not {what}")
+    names, ranks, lanes = metadata["names"], metadata["ranks"], metadata["lanes"]
+    if not len(names) == len(ranks) == len(lanes):
+        raise _DamagedError(
+            f"metadata.names, ranks and lanes have {len(names)}, {len(ranks)} and {len(lanes)} entries, not one per op"
+        )
+    for name, entries in (("names", names), ("lanes", lanes)):
+        for i, entry in enumerate(entries):
+            if not isinstance(entry, str) or not entry:
+                raise _DamagedError(f"metadata.{name}[{i}] is {_shown(entry)}, not a name")
+    for i, rank in enumerate(ranks):
+        if type(rank) is not int or rank < 0:
+            raise _DamagedError(f"metadata.ranks[{i}] is {_shown(rank)}, not the number of a rank")
+    return Trace(metadata["source"], names, ranks, lanes, metadata=metadata["more"])
+
+
+def _read_event(trace: Trace, args: object, where: str, seen: set[tuple[int, int]]) -> None:
+    """Add the row of one event, whose exact values are in its ``args``."""
+    if not isinstance(args, dict):
+        raise _DamagedError(f"{where} is {_shown(args)}, not a table")
+    for name, limit in (("op", len(trace.names)), ("step", None)):
+        value = args.get(name)
+        if type(value) is not int or value < 0 or (limit is not None and value >= limit):
+            allowed = "a whole number of at least 0" if limit is None else f"the number of an op, 0..{limit - 1}"
+            raise _DamagedError(f"{where}.{name} is {_shown(value)}, not {allowed}")
+    step, op = args["step"], args["op"]
+    if (step, op) in seen:
+        raise _DamagedError(f"{where} is a second time of op {op} ({trace.names[op]}) in step {step}")
+    seen.add((step, op))
+    times = [args.get(name, math.nan if name == "cpu_s" else None) for name in _TIMES]
+    for name, value in zip(_TIMES, times, strict=True):
+        if type(value) not in (int, float) or (name in args and not _is_finite(value)):
+            raise _DamagedError(f"{where}.{name} is {_shown(value)}, not a finite number of seconds")
+    ready_s, start_s, end_s, cpu_s = map(float, times)
+    if end_s < start_s - ROUNDING_S:
+        raise _DamagedError(f"{where}: {trace.names[op]} of step {step} starts at {start_s} s and ends at {end_s} s")
+    if cpu_s < -ROUNDING_S:
+        raise _DamagedError(f"{where}.cpu_s is {cpu_s}, not a finite number of seconds of at least 0")
+    trace.add(step, op, ready_s, start_s, end_s, cpu_s)
+    if "note" in args:
+        if not isinstance(args["note"], str):
+            raise _DamagedError(f"{where}.note is {_shown(args['note'])}, not a text")
+        trace.notes[step, op] = args["note"]
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False

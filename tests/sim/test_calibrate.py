@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -119,6 +120,46 @@ def test_impossible_durations_are_refused() -> None:
         damaged = dataclasses.replace(trace, end_s=[*trace.end_s[:row], end, *trace.end_s[row + 1 :]])
         with pytest.raises(SpipeError, match="FORWARD F0 m0 of step 5"):
             calibrate([(plan, damaged)])
+
+
+def test_the_run_that_cannot_be_used_is_named() -> None:
+    good, short = runs([gpu_plan()], GPU), runs([gpu_plan()], GPU, num_steps=4)
+    with pytest.raises(SpipeError, match=r"calibrate: run 1: the trace has 1 steps"):
+        calibrate(good + short)
+    with pytest.raises(SpipeError, match=r"calibrate: short: the trace has 1 steps"):
+        calibrate(good + short, names=["good", "short"])
+
+
+def without(trace: Trace, rows: set[int]) -> Trace:
+    columns = ("step", "op", "ready_s", "start_s", "end_s", "cpu_s")
+    kept = {name: [value for row, value in enumerate(getattr(trace, name)) if row not in rows] for name in columns}
+    return dataclasses.replace(trace, **kept)
+
+
+@pytest.mark.parametrize("use", [lambda plan, trace: calibrate([(plan, trace)]), compare], ids=["calibrate", "compare"])
+def test_incomplete_steps_are_refused(use: Callable[[Plan, Trace], object]) -> None:
+    ((plan, trace),) = runs([gpu_plan()], GPU)
+    kinds = plan.program().kind
+    one = {next(row for row, i in enumerate(trace.op) if trace.step[row] == 5 and kinds[i] == Kind.OFFLOAD_GRAD)}
+    validates = {row for row, i in enumerate(trace.op) if kinds[i] == Kind.VALIDATE}
+    for rows, message in (
+        (one, rf"step 5 of the trace has {len(kinds) - 1} of {len(kinds)} ops \(OFFLOAD_GRAD .* is missing\)"),
+        (validates, r"step 0 of the trace .*\(VALIDATE .* is missing\)"),
+    ):
+        with pytest.raises(SpipeError, match=message):
+            use(plan, without(trace, rows))
+
+
+@pytest.mark.parametrize(
+    "use", [lambda plan, trace, h: calibrate([(plan, trace)], h), compare], ids=["calibrate", "compare"]
+)
+def test_a_machine_of_another_device_is_refused(use: Callable[[Plan, Trace, HardwareSpec], object]) -> None:
+    ((cpu_plan, cpu_trace),) = runs([laptop_plan()], LAPTOP)
+    ((cuda_plan, cuda_trace),) = runs([gpu_plan()], GPU)
+    with pytest.raises(SpipeError, match=r"on device cpu \(laptop\), but hardware h200x2 has device cuda"):
+        use(cpu_plan, cpu_trace, GPU)
+    with pytest.raises(SpipeError, match=r"on device cuda \(h200x2\), but hardware laptop has device cpu"):
+        use(cuda_plan, cuda_trace, LAPTOP)
 
 
 def test_the_cores_of_the_machine_that_ran_are_taken_over() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from spipe.hardware import HardwareSpec
 from spipe.ops import COMPUTE, RECVS, SENDS, Kind
-from spipe.plan import Plan
 from spipe.sim.simulation import Simulation, simulate
 
 _WORDS = {
@@ -87,19 +86,21 @@ def explain(simulation: Simulation) -> Explanation:
     for segment in path:
         shares[segment.resource] += segment.seconds
     changes = []
-    for what, hardware in better(simulation.hardware):
-        step_s = simulate(_on(simulation.plan, hardware), hardware=hardware, contention=simulation.contention).step_s
+    plan, options = simulation.plan, simulation.plan.options
+    roomier = plan.replace(options=options.replace(weight_slots=options.weight_slots + 1))
+    variants = [(what, plan.replace(hardware=hardware)) for what, hardware in better(simulation.hardware)]
+    variants.append(
+        ("accelerator memory for the weights of one more stage", roomier.replace(hardware=simulation.hardware))
+    )
+    for what, variant in variants:
+        step_s = simulate(variant, contention=simulation.contention).step_s
         changes.append({"change": what, "step_s": step_s, "gain": 1 - step_s / simulation.step_s})
     changes.sort(key=lambda change: -float(str(change["gain"])))
     return Explanation(_RESOURCES[max(shares, key=lambda name: shares[name])], shares, path, tuple(changes))
 
 
-def _on(plan: Plan, hardware: HardwareSpec) -> Plan:
-    return plan.replace(hardware=hardware)
-
-
 def better(hardware: HardwareSpec) -> Iterator[tuple[str, HardwareSpec]]:
-    """(what, hardware) with one part twice as good; memory is left out, because it decides only what fits."""
+    """(what, hardware) with one part twice as good."""
     accelerator, cpu = hardware.accelerator, hardware.cpu
 
     def links(chosen: bool, network: bool) -> HardwareSpec:

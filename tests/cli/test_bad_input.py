@@ -1,11 +1,23 @@
 """Wrong input: exit code 2 and a message that says what is wrong, what is allowed and what to do."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from spipe import sim
+from spipe.cli import main
+from spipe.cli.common import new_file
+from spipe.errors import SpipeError
+from spipe.runtime.__main__ import main as run_rank
+from spipe.runtime.data import Corpus
 
 SEARCH = {"--model": "tiny", "--hardware": "laptop", "--global-batch": "4", "--sequence": "32"}
 Refused = Callable[..., str]
@@ -51,6 +63,10 @@ def search(**changes: str) -> list[str]:
         (["simulate", "nowhere.json"], r"nowhere.json: cannot read the plan"),
         (["compare", "nowhere.json", "nowhere"], r"nowhere.json: cannot read the plan"),
         (["run", "nowhere.json", "--steps", "0", "-o", "run"], r"Invalid value for '--steps'.*0"),
+        *(
+            (["run", "plan.json", "--steps", "1", "-o", "run", "--host-memory-gib", value], rf"{value} is not a number")
+            for value in ("0", "-1", "nan", "inf", "much")
+        ),
     ],
     ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else None,
 )
@@ -99,7 +115,7 @@ def text_for_number(plan: Any) -> None:
     [
         (drop_layer, r"backward stage 1 .* leaves a gap: it has to start at layer 3"),
         (overlap, r"backward stage 1 .* overlaps the one below: it has to start at layer 3"),
-        (no_top, r"backward stages cover layers 0\.\.\d of 8; every layer is needed"),
+        (no_top, r"backward stages cover \d of 8 layers; every layer is needed"),
         (wrong_rank, r"forward stage 0 .*rank is not one of 0\.\.1"),
         (other_version, r"schema_version = 2, this version reads 1; make the plan again"),
         (zero_microbatches, r"num_microbatches = 0 should be greater than or equal to 1"),
@@ -138,6 +154,140 @@ def test_outputs_are_not_overwritten(refused: Refused, plan_file: Path, tmp_path
     assert plan_file.read_bytes() == before
 
 
+def writers(plan: Path, run: Path) -> list[Callable[[object], list[object]]]:
+    """Every command with every output, given a path for it."""
+    search_: list[object] = [*search()]
+    return [
+        lambda path: [*search_, "--json", path],
+        lambda path: [*search_, "-o", path],
+        lambda path: ["simulate", plan, "--trace", path],
+        lambda path: ["simulate", plan, "--json", path],
+        lambda path: ["run", plan, "--steps", 1, "-o", run, "--json", path],
+        lambda path: ["calibrate", run, "-o", path],
+        lambda path: ["calibrate", run, "-o", run / "other.toml", "--json", path],
+        lambda path: ["compare", plan, run, "--json", path],
+        lambda path: ["demo", "-o", run, "--json", path],
+        lambda path: ["validate", plan, "--json", path],
+        lambda path: ["models", "--json", path],
+        lambda path: ["hardware", "--json", path],
+        lambda path: ["doctor", "--json", path],
+    ]
+
+
+@pytest.mark.parametrize("number", range(13))
+def test_outputs_that_cannot_be_written_are_found_before_the_work(
+    refused: Refused, plan_file: Path, tmp_path: Path, number: int
+) -> None:
+    write = writers(plan_file, tmp_path)[number]
+    for path in ("/proc/spipe.json", tmp_path / ("a" * 300)):
+        assert re.search(rf"{path}: cannot write this file \(.*\); give another name", refused(*write(path)))
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_asking_whether_a_file_can_be_written_leaves_it_as_it_was(tmp_path: Path) -> None:
+    old, link, pipe = tmp_path / "old", tmp_path / "link", tmp_path / "pipe"
+    old.write_text("text")
+    link.symlink_to(tmp_path / "new")
+    os.mkfifo(pipe)
+    for path in (old, link, pipe):
+        with pytest.raises(SpipeError, match="exists; give another name"):
+            new_file(path, False)
+        assert new_file(path, True) == path
+    assert new_file(tmp_path / "new", False)
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "link", "pipe"}
+    assert old.read_text() == "text"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_disk_that_fills_up(command: Callable[..., Any], plan_file: Path) -> None:
+    full = "/dev/full: cannot write this file (No space left on device)"
+    for option in (["--json", "/dev/full"], ["--trace", "/dev/full"]):
+        assert full in command("simulate", plan_file, *option, "--force").err
+    result = subprocess.run(
+        [sys.executable, "-m", "spipe", "models"], stdout=Path("/dev/full").open("w"), stderr=subprocess.PIPE, text=True
+    )
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "spipe: No space left on device; check that there is room" in result.stderr
+
+
+def test_any_error_of_the_system_is_one_message(
+    refused: Refused, plan_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "/some/where")
+
+    monkeypatch.setattr(sim, "simulate", fail)
+    assert refused("simulate", plan_file).startswith("spipe: /some/where: Permission denied; check")
+
+
+def test_one_path_for_two_outputs(refused: Refused, plan_file: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    (tmp_path / "folder").mkdir()
+    again = tmp_path / "folder" / ".." / "new"
+    for arguments in (
+        [*search(), "-o", new, "--json", again],
+        ["simulate", plan_file, "--trace", new, "--json", again],
+        ["calibrate", tmp_path, "-o", new, "--json", again],
+        ["run", plan_file, "--steps", 1, "-o", new, "--json", again],
+        ["demo", "-o", new, "--json", again],
+    ):
+        assert "is given for two outputs; give each a name of its own" in refused(*arguments)
+        assert "is given for two outputs" in refused(*arguments, "--force")
+    assert not new.exists()
+
+
+@pytest.mark.parametrize("suffix", [".json", ".toml"])
+def test_files_that_nest_too_deeply_or_count_too_far(refused: Refused, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"spec{suffix}"
+    for text in ("[" * 200_000, "a = " + "[" * 200_000, "9" * 10_000, "a = " + "9" * 10_000):
+        path.write_text(text)
+        assert str(path) in refused("models", path)
+
+
+def test_an_unknown_key_is_one_sentence(refused: Refused, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("foo = 1")
+    assert re.search(r"unknown key 'foo'; (nearest|allowed): [^.]*;", refused("hardware", path))
+    path.write_text("[cpu]\ncoores = 1")
+    assert "cpu: unknown key 'coores'; nearest: cores" in refused("hardware", path)
+
+
+@pytest.mark.parametrize("delay_s", [0.2, 2.0])
+def test_ctrl_c(plan_file: Path, tmp_path: Path, delay_s: float) -> None:
+    words = ["run", plan_file, "--steps", "100000", "-o", tmp_path / "run"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spipe", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert error.endswith("spipe: interrupted\n")
+    assert "Traceback" not in error
+
+
+def test_ctrl_c_while_the_commands_load(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Interrupting:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "spipe.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "spipe.cli.app", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    with pytest.raises(SystemExit) as exit_info:
+        main(["models"])
+    assert (exit_info.value.code, capsys.readouterr().err) == (130, "spipe: interrupted\n")
+
+
+@pytest.mark.parametrize("option", ["--steps", "--trace-steps", "--timeout-s", "--host-memory-bytes"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "x"])
+def test_numbers_of_the_rank_program(capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        run_rank(["plan.json", "--steps", "1", "-o", "run", f"{option}={value}"])
+    assert exit_info.value.code == 2
+    assert f"argument {option}: {value} is not a" in capsys.readouterr().err
+
+
 def test_simulating_on_hardware_that_is_too_small(refused: Refused, plan_file: Path) -> None:
     assert re.search(r"uses 2 ranks, but h200x1 has 1", refused("simulate", plan_file, "--hardware", "h200x1"))
 
@@ -147,11 +297,14 @@ def test_a_corpus_that_cannot_be_read(refused: Refused, plan_file: Path, tmp_pat
     empty.touch()
     short.write_text("too short")
     folder.mkdir()
+    os.mkfifo(pipe := tmp_path / "pipe")
     for data, message in (
         (tmp_path / "nowhere.txt", "cannot read the training text"),
         (empty, "the file is empty"),
         (short, "the text has 9 bytes, but a sequence of 32 tokens"),
         (folder, "no readable, non-empty text file in this folder"),
+        (pipe, "neither a regular file nor a folder"),
+        (Path(os.devnull), "neither a regular file nor a folder"),
     ):
         error = refused("run", plan_file, "--steps", 1, "-o", tmp_path / "run", "--data", data)
         assert str(data) in error
@@ -159,9 +312,23 @@ def test_a_corpus_that_cannot_be_read(refused: Refused, plan_file: Path, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_a_file_counts_as_it_is_and_a_folder_by_its_text(refused: Refused, plan_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "binary").write_bytes(b"\xff\xfe" * 50)
+    assert len(Corpus.load(folder / "binary").tokens) == 100
+    assert "no readable" in refused("run", plan_file, "--steps", 1, "-o", tmp_path / "run", "--data", folder)
+
+
+def test_too_little_memory_names_an_option_that_there_is(refused: Refused, plan_file: Path, tmp_path: Path) -> None:
+    error = refused("run", plan_file, "--steps", 1, "-o", tmp_path / "run", "--host-memory-gib", "0.001")
+    assert re.search(r"0\.001 GiB are available(.|\n)*spipe run --host-memory-gib", error)
+
+
 def test_a_folder_that_holds_a_run(refused: Refused, plan_file: Path) -> None:
     before = plan_file.read_bytes()
-    assert "already holds a run" in refused("run", plan_file, "--steps", 1, "-o", plan_file.parent)
+    error = refused("run", plan_file, "--steps", 1, "-o", plan_file.parent)
+    assert re.search(r"already holds a run, finished or not \(plan.json\).*--force to replace", error)
     assert plan_file.read_bytes() == before
 
 

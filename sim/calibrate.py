@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from spipe.errors import SpipeError
-from spipe.hardware import HardwareSpec, Link, MeasuredLayer, Place
+from spipe.hardware import HardwareSpec, MeasuredLayer
 from spipe.metrics import median_step_s
 from spipe.model import LAYER_KINDS, LayerKind, PassName
 from spipe.ops import PARTNER, Kind
@@ -21,6 +21,7 @@ from spipe.sim.cost import CostModel
 from spipe.sim.fitting import Prior, nonnegative_fit
 from spipe.sim.measurements import Measurement, measurements
 from spipe.sim.simulation import simulate
+from spipe.topology import Link, Place
 from spipe.trace import Trace
 
 WARM_UP_STEPS = 3

@@ -5,13 +5,14 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from spipe.errors import SpipeError
-from spipe.hardware import HardwareSpec, Place
+from spipe.hardware import HardwareSpec
 from spipe.ops import COLLECTIVES, COMPUTE, RECVS, Kind
 from spipe.plan import Plan
 from spipe.program import Program
 from spipe.sim.cost import CostModel
 from spipe.sim.fitting import Samples
 from spipe.sim.pricing import Pricing
+from spipe.topology import Place
 from spipe.trace import ROUNDING_S, Trace
 
 MIN_STEPS = 2

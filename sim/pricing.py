@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spipe.hardware import Place, Route
 from spipe.model import PassName
 from spipe.ops import COMPUTE, PARTNER, RECVS, Kind
 from spipe.program import Program
 from spipe.sim.cost import CostModel
 from spipe.sim.resources import FlowSpec
+from spipe.topology import Place, Route
 
 _PASS: dict[int, PassName] = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
 _BOUNDARY = {*PARTNER, *RECVS, Kind.STORE_STAGE_INPUT, Kind.LOAD_STAGE_INPUT}

@@ -12,13 +12,12 @@ from spipe.hardware import (
     HARDWARE_NAMES,
     Cpu,
     HardwareSpec,
-    Link,
     MeasuredLayer,
     UnitCost,
     load_hardware,
-    parse_node,
 )
 from spipe.model import load_model
+from spipe.topology import Link, parse_node
 
 EXPECTED = (
     "a100x8 h200x1 h200x2 h200x4 h200x8 ideal laptop rtx3090-cluster rtx3090x4 rtx4090-cluster rtx4090x8 "

@@ -249,7 +249,7 @@ def _read_event(trace: Trace, args: object, where: str, seen: set[tuple[int, int
     if (step, op) in seen:
         raise _DamagedError(f"{where} is a second time of op {op} ({trace.names[op]}) in step {step}")
     seen.add((step, op))
-    times = [args.get(name, math.nan if name == "cpu_s" else None) for name in _TIMES]
+    times: list[Any] = [args.get(name, math.nan if name == "cpu_s" else None) for name in _TIMES]
     for name, value in zip(_TIMES, times, strict=True):
         if type(value) not in (int, float) or (name in args and not _is_finite(value)):
             raise _DamagedError(f"{where}.{name} is {_shown(value)}, not a finite number of seconds")

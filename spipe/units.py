@@ -249,7 +249,7 @@ def invalid(
     written: Mapping[KeyPath, tuple[str, Any]] | None = None,
 ) -> SpipeError:
     """One message for all that is wrong with a spec: the field, its value and what is allowed."""
-    found = error.errors(include_url=False)
+    found = sorted(error.errors(include_url=False), key=lambda details: details["type"] != "extra_forbidden")
     unknown_keys = [tuple(details["loc"]) for details in found if details["type"] == "extra_forbidden"]
     messages = [
         _message(cls, details, written or {})
@@ -304,7 +304,8 @@ def _unknown_key(cls: type[BaseModel], path: KeyPath) -> str:
             allowed = [f"{_stem(field) + unit.suffix!r} ({unit.meaning})" for unit in units_of(field)]
             return f"{dotted(path)}: not a unit for this quantity; write {' or '.join([*allowed, repr(field)])}"
     names = [*owner.model_fields, *_human_keys(owner)]
-    return str(unknown("key", key, names, f"(in {dotted(path[:-1]) or 'the top level'})"))
+    where = f"{dotted(path[:-1])}: " if path[:-1] else ""
+    return f"{where}{unknown('key', key, names)}"
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -315,7 +316,7 @@ def read_table(path: Path) -> dict[str, Any]:
         raise SpipeError(f"cannot read {path}: {error}") from None
     try:
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also: too many digits, nested too deeply
         raise SpipeError(f"{path}: {error}") from None
     if not isinstance(data, dict):
         raise SpipeError(f"{path}: expected a table of fields, found {type(data).__name__}")

@@ -44,15 +44,37 @@ def main(arguments: list[str] | None = None, environment: Mapping[str, str] = os
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m spipe.runtime", description="Run one rank of a plan.")
     parser.add_argument("plan", type=Path, help="plan.json")
-    parser.add_argument("--steps", type=int, required=True, help="training steps")
-    parser.add_argument("--data", type=Path, help="text file or folder; default: Python's documentation topics")
+    parser.add_argument("--steps", type=_count, required=True, help="training steps")
+    parser.add_argument(
+        "--data", type=Path, help="file (its bytes) or folder (its text files); default: Python's documentation"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, help="new run directory")
     parser.add_argument("--transport", default="auto", help="auto, host, gloo or nccl")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="give up if nothing completes for so long")
-    parser.add_argument("--trace-steps", type=int, default=25, help="last steps that go into the trace")
-    parser.add_argument("--host-memory-bytes", type=int, help="memory of this host, if it shows less than it has")
+    parser.add_argument("--timeout-s", type=_seconds, default=600.0, help="give up if nothing completes for so long")
+    parser.add_argument("--trace-steps", type=_count, default=25, help="last steps that go into the trace")
+    parser.add_argument("--host-memory-bytes", type=_count, help="memory of this host, if it shows less than it has")
     parser.add_argument("--dump-state", type=Path, help="file for weights, masters and moments after the last step")
     return parser.parse_args(arguments)
+
+
+def _count(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return number
 
 
 def _join(environment: Mapping[str, str]) -> World | None:

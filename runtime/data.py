@@ -25,10 +25,12 @@ class Corpus:
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> "Corpus":
-        """The text of a file, of all readable text files of a folder (in order of their paths), or of the default.
+        """The bytes of a file, the text files of a folder, or the default.
 
-        The default is the text of Python's own documentation topics, which every CPython has. Raises SpipeError,
-        naming the path, if there is nothing readable in it.
+        A file counts as it is, text or not: a token is a byte. In a folder, at any depth, files that are not UTF-8 are
+        left out, and the others follow one another in the order of their paths. The default is the text of Python's
+        own documentation topics, which every CPython has. Raises SpipeError, naming the path, if there is nothing
+        readable in it.
         """
         if path is None:
             topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
@@ -36,6 +38,8 @@ class Corpus:
             return cls(np.frombuffer(text.encode(), dtype=np.uint8), "pydoc_data.topics")
         path = Path(path)
         try:
+            if path.exists() and not path.is_dir() and not path.is_file():  # a pipe would be read by one rank only
+                raise SpipeError(f"{path}: neither a regular file nor a folder; give a file or a folder of text files")
             content = _read_folder(path) if path.is_dir() else path.read_bytes()
         except OSError as error:
             raise SpipeError(

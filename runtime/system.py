@@ -59,6 +59,6 @@ def require_host_memory(items: Mapping[str, int], available_bytes: int) -> None:
     rows = "\n".join(f"  {name:<28} {size / 2**30:10.3f} GiB" for name, size in items.items())
     raise SpipeError(
         f"not enough host memory: the run needs {needed / 2**30:.3f} GiB, {available_bytes / 2**30:.3f} GiB are "
-        f'available\n{rows}\nUse a smaller model, optimizer = "sync" in the options (no undo data), or give '
-        "host_memory_bytes if this machine has more than it shows"
+        f'available\n{rows}\nUse a smaller model, optimizer = "sync" in the options (no undo data), or say how much '
+        "this machine has if it shows less (`spipe run --host-memory-gib`; host_memory_bytes in Python)"
     )

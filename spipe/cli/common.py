@@ -1,10 +1,13 @@
 """What the commands share: options, tables and JSON on the right stream, files that are not overwritten by accident."""
 
+import errno
 import json
 import math
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,30 +50,75 @@ def whole_number(minimum: int) -> Callable[[object], int]:
 Count = whole_number(1)
 
 
+def positive(text: object) -> float:
+    """A parser of option values: a finite number above 0."""
+    try:
+        number = float(str(text))
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise typer.BadParameter(f"{text} is not a number above 0")
+    return number
+
+
 def progress(message: str) -> None:
     """Say on stderr what is going on."""
     print(message, file=sys.stderr, flush=True)
 
 
 def new_file(path: Path | None, force: bool) -> Path | None:
-    """``path`` if it may be written: asked before the work, not after it."""
+    """``path`` if it can be written: tried before the work, not after it."""
     if path is None:
         return None
-    if path.is_dir():
-        raise SpipeError(f"{path} is a folder; give the name of a file")
-    if not path.parent.is_dir():
-        raise SpipeError(f"{path}: there is no folder {path.parent}; make it first")
-    if path.exists() and not force:
-        raise SpipeError(f"{path} exists; give another name, or --force to overwrite it")
+    with writing(path):
+        if path.is_dir():
+            raise SpipeError(f"{path} is a folder; give the name of a file")
+        if not path.parent.is_dir():
+            raise SpipeError(f"{path}: there is no folder {path.parent}; make it first")
+        if os.path.lexists(path) and not force:
+            raise SpipeError(f"{path} exists; give another name, or --force to overwrite it")
+        _try_to_write(os.path.realpath(path))
     return path
 
 
-class Output:
-    """Where a command's result goes: tables to stdout, JSON to a file or instead of the tables to stdout."""
+def _try_to_write(target: str) -> None:
+    """Raises OSError unless the file can be made or written; leaves everything as it was."""
+    if os.path.isfile(target):
+        os.close(os.open(target, os.O_WRONLY | os.O_APPEND))
+    elif not os.path.exists(target):
+        os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        os.unlink(target)
+    elif not os.access(target, os.W_OK):  # a device or a pipe: opening it could do something
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
 
-    def __init__(self, json_file: str | None, force: bool) -> None:
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an `OSError` of the body into a message that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise SpipeError(f"{path}: cannot write this file ({error.strerror or error}); give another name") from None
+
+
+class Output:
+    """Where a command's result goes: tables to stdout, JSON to a file or instead of the tables to stdout.
+
+    ``files`` are what else the command writes, and ``folder`` is a folder it makes: all that can be known to go wrong
+    with them is found before the work.
+    """
+
+    def __init__(
+        self, json_file: str | None, force: bool, files: tuple[Path | None, ...] = (), folder: Path | None = None
+    ) -> None:
         self.to_stdout = json_file == "-"
-        self.file = None if json_file is None or self.to_stdout else new_file(Path(json_file), force)
+        self.file = None if json_file is None or self.to_stdout else Path(json_file)
+        seen = {} if folder is None else {os.path.realpath(folder): folder}
+        for path in (*files, self.file):
+            if path is not None and seen.setdefault(os.path.realpath(path), path) is not path:
+                raise SpipeError(f"{path} is given for two outputs; give each a name of its own")
+        for path in (*files, self.file):
+            new_file(path, force)
 
     def show(self, data: Mapping[str, Any], render: Callable[["Console"], None]) -> None:
         """Write ``data`` where JSON is wanted, and render tables unless stdout is taken."""
@@ -86,7 +134,8 @@ class Output:
         if self.to_stdout:
             sys.stdout.write(text)
         elif self.file is not None:
-            self.file.write_text(text)
+            with writing(self.file):
+                self.file.write_text(text)
 
 
 def step_log(

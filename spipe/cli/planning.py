@@ -14,10 +14,10 @@ from spipe.cli.common import (
     PlanFile,
     load_override,
     load_plan,
-    new_file,
     parse_options,
     progress,
     whole_number,
+    writing,
 )
 from spipe.errors import unknown
 
@@ -73,8 +73,7 @@ def search(
     from spipe.plan import ELEMENT_BYTES, AdamW
     from spipe.schedules import get_schedule
 
-    output = Output(json_file, force)
-    new_file(plan, force)
+    output = Output(json_file, force, (plan,))
     for name in schedule or ():
         get_schedule(name)
     if precision is not None and precision not in ELEMENT_BYTES:
@@ -103,7 +102,8 @@ def search(
         **fields,
     )
     if plan is not None:
-        result.plan.save(plan)
+        with writing(plan):
+            result.plan.save(plan)
         progress(f"wrote {plan}")
     output.show(search_data(result), lambda console: show_search(console, result))
 
@@ -173,8 +173,7 @@ def simulate(
       spipe simulate plan.json --hardware hardware.toml
       spipe simulate plan.json --explain
     """
-    output = Output(json_file, force)
-    new_file(trace, force)
+    output = Output(json_file, force, (trace,))
     chosen = load_plan(plan)
     override = load_override(hardware)
 
@@ -182,7 +181,8 @@ def simulate(
 
     simulation = sim.simulate(chosen, hardware=override, num_steps=steps, contention=contention)
     if trace is not None:
-        simulation.trace.save(trace)
+        with writing(trace):
+            simulation.trace.save(trace)
         progress(f"wrote {trace}")
     if not explain:
         output.show(simulation_data(simulation), lambda console: show_simulation(console, simulation))

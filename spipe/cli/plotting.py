@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from spipe.cli.common import Force, new_file, progress
+from spipe.cli.common import Force, new_file, progress, writing
 from spipe.errors import SpipeError
 
 
@@ -39,14 +39,15 @@ def plot(
         figure = plots.predicted_against_measured(read[validations[0]]["rows"])
     else:
         figure = plots.idle_time(read)
-    plots.save(figure, output)
+    with writing(output):
+        plots.save(figure, output)
     progress(f"wrote {output}")
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpipeError(f"{path}: not a readable result ({error}); make one with --json") from None
     wanted = {"busy_s", "idle_s", "bubbles", "predicted"}
     if not isinstance(data, dict) or not ("rows" in data or wanted <= set(data)):

@@ -14,9 +14,10 @@ from spipe.cli.common import (
     PlanFile,
     load_override,
     load_plan,
-    new_file,
+    positive,
     progress,
     step_log,
+    writing,
 )
 from spipe.errors import SpipeError
 
@@ -34,7 +35,12 @@ def run(
     steps: Annotated[int, typer.Option("--steps", parser=Count, metavar="K", help="Training steps.")],
     output_folder: Annotated[Path, typer.Option("-o", "--output", metavar="RUNDIR", help="New folder for the run.")],
     data: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Text file or folder; default: Python's documentation.")
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="A file, whose bytes are used as they are, or a folder, whose text files (UTF-8) are used; default: "
+            "Python's documentation.",
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(metavar="cpu|cuda", help="Refuse to run unless the plan is for this device.")
@@ -43,6 +49,10 @@ def run(
     trace_steps: Annotated[
         int, typer.Option(parser=Count, metavar="N", help="How many of the last steps go into trace.json.")
     ] = 25,
+    host_memory_gib: Annotated[
+        float | None,
+        typer.Option(parser=positive, metavar="GIB", help="Memory of this machine, if it shows less than it has."),
+    ] = None,
     json_file: JsonFile = None,
     force: Force = False,
 ) -> None:
@@ -56,7 +66,7 @@ def run(
       spipe run plan.json --steps 1000 --data books/ -o run --force
       torchrun --nproc-per-node 2 -m spipe.runtime plan.json --steps 30 -o run
     """
-    output = Output(json_file, force)
+    output = Output(json_file, force, folder=output_folder)
     chosen = load_plan(plan)
     if device is not None and device not in ("cpu", "cuda"):
         raise SpipeError(f"--device {device!r} should be cpu or cuda, as the plan's hardware says")
@@ -67,7 +77,14 @@ def run(
         )
 
     from spipe import runtime, show
+    from spipe.runtime.job import RUN_FILES
 
+    for name in RUN_FILES:
+        if (output_folder / name).exists() and not force:
+            raise SpipeError(
+                f"{output_folder} already holds a run, finished or not ({name}); give another folder, or --force to "
+                "replace the run"
+            )
     try:
         result = runtime.run(
             chosen,
@@ -76,6 +93,7 @@ def run(
             data=data,
             transport=transport,
             trace_steps=trace_steps,
+            host_memory_bytes=None if host_memory_gib is None else max(1, int(host_memory_gib * 2**30)),
             overwrite=force,
             log=step_log(steps),
         )
@@ -116,15 +134,15 @@ def calibrate(
       spipe calibrate run -o hardware.toml
       spipe calibrate run1 run2 --hardware laptop -o hardware.toml
     """
-    output = Output(json_file, force)
-    new_file(output_file, force)
+    output = Output(json_file, force, (output_file,))
     measured = [load_run(folder) for folder in runs]
     start = load_override(hardware) or measured[0][0].hardware
 
     from spipe import show, sim
 
-    result = sim.calibrate(measured, start)
-    result.hardware.save(output_file)
+    result = sim.calibrate(measured, start, names=[str(folder) for folder in runs])
+    with writing(output_file):
+        result.hardware.save(output_file)
     progress(f"wrote {output_file}")
     output.show(result.to_json(), lambda console: show.calibration(console, result.report, result.runs))
 
@@ -181,7 +199,7 @@ def demo(
       spipe demo
       spipe demo -o my-demo --json demo.json
     """
-    output = Output(json_file, force)
+    output = Output(json_file, force, folder=folder)
 
     from spipe import demo as demonstration
     from spipe.show import console

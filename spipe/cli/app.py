@@ -1,0 +1,48 @@
+"""The commands as one application."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from spipe.cli import planning, plotting, running, specs, validating
+
+
+class CommandInterrupted(BaseException):
+    """Ctrl-C in a command: typer would answer a KeyboardInterrupt in words of its own."""
+
+
+def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(command)
+    def run(*arguments: Any, **options: Any) -> None:
+        try:
+            command(*arguments, **options)
+        except KeyboardInterrupt:
+            raise CommandInterrupted from None
+
+    return run
+
+
+app = typer.Typer(
+    name="spipe",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Simulate, search, run and calibrate pipeline training of language models with parameters in CPU memory.
+
+\b
+Examples:
+  spipe demo                                  the whole loop on this machine's CPU, in a few minutes
+  spipe search --model llama2-13b --hardware rtx4090x8 --global-batch 64 --sequence 2048 -o plan.json
+  spipe simulate plan.json --trace trace.json
+  spipe run plan.json --steps 30 -o run
+  spipe calibrate run -o hardware.toml
+  spipe compare plan.json run --hardware hardware.toml
+""",
+)
+for _module in (specs, planning, running, validating, plotting):
+    for _command in _module.COMMANDS:
+        app.command()(_interruptible(_command))

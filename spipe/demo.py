@@ -164,7 +164,9 @@ def train(simulation: "Simulation", folder: Path, processes: Any, to: "Console",
     to.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {show.count(done.tokens_per_s)} tokens / s")
     to.print(
         f"step: predicted {show.seconds(simulation.step_s)} from assumed numbers, measured "
-        f"{show.seconds(done.median_step_s)} ({show.error(simulation.step_s, done.median_step_s)})"
+        f"{show.seconds(done.median_step_s)}, the median of all steps after warm-up "
+        f"({show.error(simulation.step_s, done.median_step_s)})",
+        soft_wrap=True,
     )
     warn_if_busy(processor_share(folder / "run"), to)
     return losses, done.median_step_s
@@ -179,6 +181,9 @@ def calibrate(plan: "Plan", folder: Path, hardware: "HardwareSpec", to: "Console
     calibration = sim.calibrate([(plan, Trace.load(folder / "run" / "trace.json"))], hardware)
     calibration.hardware.save(folder / "hardware.toml")
     show.calibration(to, calibration.report, calibration.runs)
+    to.print(
+        f"the trace holds the last {TRACE_STEPS} of the {TRAINING_STEPS} steps, so its median differs from that above"
+    )
     return calibration
 
 

@@ -348,7 +348,11 @@ def calibration(to: Console, fits: Sequence[Mapping[str, Any]], runs: Sequence[M
         )
         for row in runs
     ]
-    to.print(table("Step time of the runs it was fitted to", columns, rows))
+    to.print(
+        table(
+            "Step time of the runs it was fitted to (measured: median of the traced steps after warm-up)", columns, rows
+        )
+    )
 
 
 def _quantity(value: float, unit: str) -> str:

@@ -13,13 +13,12 @@ from typing import Any
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec, MeasuredLayer
-from spipe.metrics import median_step_s
 from spipe.model import LAYER_KINDS, LayerKind, PassName
 from spipe.ops import PARTNER, Kind
 from spipe.plan import Plan
 from spipe.sim.cost import CostModel
 from spipe.sim.fitting import Prior, nonnegative_fit
-from spipe.sim.measurements import Measurement, measurements
+from spipe.sim.measurements import Measurement, measured_step_s, measurements
 from spipe.sim.simulation import simulate
 from spipe.topology import Link, Place
 from spipe.trace import Trace
@@ -90,10 +89,7 @@ def calibrate(
     fitted = fit.hardware
     rows = []
     for number, (plan, trace) in enumerate(runs):
-        try:
-            measured = median_step_s(plan.program(), trace, warmup)
-        except SpipeError as error:
-            raise SpipeError(f"calibrate: {names[number]}: {error}") from None
+        measured = measured_step_s(plan.program(), trace, warmup, f"calibrate: {names[number]}")
         predicted = simulate(plan, hardware=fitted).step_s
         rows.append(
             {"run": number, "plan": plan.digest(), "measured_s": measured, "predicted_s": predicted,

@@ -5,11 +5,11 @@ from statistics import median
 from typing import Any
 
 from spipe.hardware import HardwareSpec
-from spipe.metrics import CAUSES, StepMetrics, analyse, median_step_s, step_times
+from spipe.metrics import CAUSES, StepMetrics, analyse, step_times
 from spipe.ops import Kind
 from spipe.plan import Plan
 from spipe.program import Program
-from spipe.sim.measurements import check_run
+from spipe.sim.measurements import check_run, measured_step_s
 from spipe.sim.simulation import Simulation, simulate
 from spipe.trace import Trace
 
@@ -60,7 +60,7 @@ def compare(
     """
     program = plan.program()
     check_run(plan, trace, hardware or plan.hardware, "compare")
-    measured_s = median_step_s(program, trace, warmup)
+    measured_s = measured_step_s(program, trace, warmup, "compare")
     simulation = simulate(plan, hardware=hardware)
     timed = [step for step in step_times(program, trace) if step >= warmup]
     last = simulation.timeline.num_steps - 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
+from spipe.metrics import median_step_s
 from spipe.ops import COLLECTIVES, COMPUTE, RECVS, Kind
 from spipe.plan import Plan
 from spipe.program import Program
@@ -57,6 +58,17 @@ def check_run(plan: Plan, trace: Trace, hardware: HardwareSpec, where: str) -> N
             f"{hardware.name} has device {hardware.device}; give a {plan.hardware.device} machine, or a run on "
             f"{hardware.device}"
         )
+
+
+def measured_step_s(program: Program, trace: Trace, warmup: int, where: str) -> float:
+    """Median of the measured step times. Raises SpipeError if there is none, or none that can be."""
+    try:
+        seconds = median_step_s(program, trace, warmup)
+    except SpipeError as error:
+        raise SpipeError(f"{where}: {error}") from None
+    if not seconds > 0:
+        raise SpipeError(f"{where}: the steps took {seconds} s in the median: the trace is damaged")
+    return seconds
 
 
 def measurements(

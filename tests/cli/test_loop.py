@@ -37,6 +37,24 @@ def test_run_calibrate_compare(command: Command, plan_file: Path, tmp_path: Path
     assert [row["cause"] for row in rows] == ["busy", *CAUSES]
     assert "step: predicted" in command("compare", plan_file, run).out
 
+    for use in (["calibrate", run, "-o", tmp_path / "other.toml"], ["compare", plan_file, run]):
+        refused = command(*use, "--hardware", "h200x2")
+        assert refused.code == 2
+        assert "the run was on device cpu (laptop), but hardware h200x2 has device cuda" in refused.err
+    short = tmp_path / "short"
+    assert command("run", plan_file, "--steps", 4, "-o", short).code == 0
+    refused = command("calibrate", run, short, "-o", tmp_path / "other.toml")
+    assert refused.code == 2
+    assert f"calibrate: {short}: the trace has 1 steps after 3 warm-up steps" in refused.err
+
+    text = (run / "trace.json").read_text()
+    (run / "trace.json").write_text(text.replace('"step":5', '"step":"a"', 1))
+    for use in (["calibrate", run, "-o", tmp_path / "other.toml"], ["compare", plan_file, run]):
+        refused = command(*use)
+        assert refused.code == 2
+        assert f"{run / 'trace.json'}: damaged trace: traceEvents[" in refused.err
+    assert not (tmp_path / "other.toml").exists()
+
 
 def test_a_run_of_another_plan_is_refused(command: Command, plan_file: Path, tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other.json"

@@ -162,6 +162,14 @@ def test_a_machine_of_another_device_is_refused(use: Callable[[Plan, Trace, Hard
         use(cuda_plan, cuda_trace, LAPTOP)
 
 
+def test_steps_that_take_no_time_are_refused() -> None:
+    ((plan, trace),) = runs([gpu_plan()], GPU)
+    kinds = plan.program().kind
+    ends = [9.0 if kinds[i] == Kind.VALIDATE else end for i, end in zip(trace.op, trace.end_s, strict=True)]
+    with pytest.raises(SpipeError, match=r"compare: the steps took 0\.0 s in the median: the trace is damaged"):
+        compare(plan, dataclasses.replace(trace, end_s=ends))
+
+
 def test_the_cores_of_the_machine_that_ran_are_taken_over() -> None:
     ((plan, trace),) = runs([laptop_plan()], LAPTOP)
     trace.metadata["usable_cores"] = 7

@@ -155,6 +155,7 @@ class _Search:
         self.nearest: tuple[tuple[int, float, float], Candidate, MemoryReport] | None = None
         self.too_big: dict[tuple[object, ...], tuple[int, str]] = {}  # candidate shape -> smallest microbatch, reason
         self.simulated: list[tuple[Candidate, Simulation]] = []
+        self.most_ranks = hardware.num_ranks
         self.best: tuple[Candidate, Simulation] | None = None
 
     def run(
@@ -170,6 +171,7 @@ class _Search:
     ) -> SearchResult:
         for name in schedules:
             get_schedule(name)
+        self.most_ranks = max(num_ranks)
         space = Space(
             self.model,
             self.hardware,
@@ -312,8 +314,8 @@ class _Search:
 
     def result(self, candidate: Candidate, simulation: Simulation, notes: list[str]) -> SearchResult:
         plan = simulation.plan.replace(predicted=simulation.predicted())
-        if candidate.num_ranks < self.hardware.num_ranks:
-            notes.append(f"the plan uses {candidate.num_ranks} of the {self.hardware.num_ranks} ranks offered")
+        if candidate.num_ranks < self.most_ranks:
+            notes.append(f"the plan uses {candidate.num_ranks} of the {self.most_ranks} ranks offered")
         table = [
             {**other.row(), "step_s": run.step_s, "tokens_per_s": run.tokens_per_s}
             for other, run in sorted(self.simulated, key=lambda entry: (entry[1].step_s, entry[0].key))

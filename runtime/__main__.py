@@ -44,37 +44,48 @@ def main(arguments: list[str] | None = None, environment: Mapping[str, str] = os
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m spipe.runtime", description="Run one rank of a plan.")
     parser.add_argument("plan", type=Path, help="plan.json")
-    parser.add_argument("--steps", type=_count, required=True, help="training steps")
+    parser.add_argument("--steps", required=True, help="training steps")
     parser.add_argument(
         "--data", type=Path, help="file (its bytes) or folder (its text files); default: Python's documentation"
     )
     parser.add_argument("-o", "--output", type=Path, required=True, help="new run directory")
     parser.add_argument("--transport", default="auto", help="auto, host, gloo or nccl")
-    parser.add_argument("--timeout-s", type=_seconds, default=600.0, help="give up if nothing completes for so long")
-    parser.add_argument("--trace-steps", type=_count, default=25, help="last steps that go into the trace")
-    parser.add_argument("--host-memory-bytes", type=_count, help="memory of this host, if it shows less than it has")
+    parser.add_argument("--timeout-s", default=600.0, help="give up if nothing completes for so long")
+    parser.add_argument("--trace-steps", default=25, help="last steps that go into the trace")
+    parser.add_argument("--host-memory-bytes", help="memory of this host, if it shows less than it has")
     parser.add_argument("--dump-state", type=Path, help="file for weights, masters and moments after the last step")
     return parser.parse_args(arguments)
 
 
-def _count(text: str) -> int:
+def _whole(name: str, value: str | int, minimum: int = 1) -> int:
+    """Numbers are read where only one rank speaks, not while parsing."""
     try:
-        number = int(text)
+        number = int(value)
     except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+        number = minimum - 1
+    if number < minimum:
+        raise SpipeError(f"--{name} {value} is not a whole number of at least {minimum}")
     return number
 
 
-def _seconds(text: str) -> float:
+def _seconds(name: str, value: str | float) -> float:
     try:
-        number = float(text)
+        number = float(value)
     except ValueError:
         number = 0.0
     if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+        raise SpipeError(f"--{name} {value} is not a positive number of seconds")
     return number
+
+
+def _numbers(options: argparse.Namespace) -> dict[str, Any]:
+    memory = options.host_memory_bytes
+    return {
+        "steps": _whole("steps", options.steps),
+        "trace_steps": _whole("trace-steps", options.trace_steps),
+        "timeout_s": _seconds("timeout-s", options.timeout_s),
+        "host_memory_bytes": None if memory is None else _whole("host-memory-bytes", memory),
+    }
 
 
 def _join(environment: Mapping[str, str]) -> World | None:
@@ -122,14 +133,11 @@ def _job(options: argparse.Namespace, plan: Plan) -> Any:
 
     return Job(
         plan=plan,
-        steps=options.steps,
         output=options.output,
         data=options.data,
         transport=options.transport,
-        timeout_s=options.timeout_s,
-        trace_steps=options.trace_steps,
-        host_memory_bytes=options.host_memory_bytes,
         dump_state=options.dump_state,
+        **_numbers(options),
     )
 
 
@@ -192,14 +200,11 @@ def _run_locally(options: argparse.Namespace) -> int:
     try:
         run(
             Plan.load(options.plan),
-            steps=options.steps,
             output=options.output,
             data=options.data,
             transport=options.transport,
-            timeout_s=options.timeout_s,
-            trace_steps=options.trace_steps,
-            host_memory_bytes=options.host_memory_bytes,
             dump_state=options.dump_state,
+            **_numbers(options),
             log=_report,
         )
     except SpipeError as error:

@@ -47,13 +47,24 @@ def test_launchers_give_the_same_bits(
     assert differences(torch.load(run / "state.pt"), torch.load(local.output / "state.pt")) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))
-def test_bad_input_is_one_message(small_plan: Callable[..., Plan], tmp_path: Path, launcher: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--steps", "0", "--steps 0 is not"),
+        ("--trace-steps", "x", "--trace-steps x is not"),
+        ("--data", "/none", "/none"),
+    ],
+)
+def test_bad_input_is_one_message(
+    small_plan: Callable[..., Plan], tmp_path: Path, launcher: str, option: str, value: str, message: str
+) -> None:
     small_plan(2).save(tmp_path / "plan.json")
-    done = _launch(launcher, tmp_path / "plan.json", "--steps", "0", "-o", tmp_path / "run")
+    arguments = {"--steps": "1", option: value}
+    options = [text for pair in arguments.items() for text in pair]
+    done = _launch(launcher, tmp_path / "plan.json", *options, "-o", tmp_path / "run")
     assert done.returncode != 0
-    assert done.stderr.count("spipe: steps = 0 should be at least 1") == 1
+    assert done.stderr.count(f"spipe: {message}") == 1
     assert "spipe/runtime" not in done.stderr
     assert not (tmp_path / "run").exists()
 

@@ -284,11 +284,14 @@ def test_ctrl_c_while_the_commands_load(monkeypatch: pytest.MonkeyPatch, capsys:
 
 @pytest.mark.parametrize("option", ["--steps", "--trace-steps", "--timeout-s", "--host-memory-bytes"])
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "x"])
-def test_numbers_of_the_rank_program(capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        run_rank(["plan.json", "--steps", "1", "-o", "run", f"{option}={value}"])
-    assert exit_info.value.code == 2
-    assert f"argument {option}: {value} is not a" in capsys.readouterr().err
+def test_numbers_of_the_rank_program(
+    capsys: pytest.CaptureFixture[str], plan_file: Path, tmp_path: Path, option: str, value: str
+) -> None:
+    numbers = {"--steps": "1", option: value}
+    arguments = [str(plan_file), *(text for pair in numbers.items() for text in pair), "-o", str(tmp_path / "run")]
+    assert run_rank(arguments, {}) == 2
+    assert f"spipe: {option} {value} is not a" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_simulating_on_hardware_that_is_too_small(refused: Refused, plan_file: Path) -> None:

@@ -89,7 +89,7 @@ def run(
 
     Raises:
         SpipeError: before anything is started, if what was given cannot work.
-        spipe.runtime.rank.RunFailedError: if a rank fails; it names rank, lane, op and reason. Every rank has ended.
+        spipe.runtime.RunFailedError: if a rank fails; it names rank, lane, op and reason. Every rank has ended.
     """
     job = Job(
         plan=plan,

@@ -13,6 +13,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -207,7 +208,16 @@ class CudaDevice:
             event.synchronize()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+        host = source if source.device.type == "cpu" else target
+        first, stop, size = host.data_ptr(), host.data_ptr() + bytes_of(host), host.element_size()
+        # A copy must not reach from one page-locked piece into the next.
+        cuts = [0, *((cut - first) // size for cut in self._registered if first < cut < stop), host.numel()]
+        if len(cuts) > 2:
+            target, source = target.view(-1), source.view(-1)
+            for begin, end in pairwise(cuts):
+                target[begin:end].copy_(source[begin:end], non_blocking=True)
+        else:
+            target.copy_(source, non_blocking=True)
 
     def keep(self, tensor: torch.Tensor) -> None:
         # Waiting for the producer here bounds how far the compute lane issues ahead of its messages, and so how many

@@ -19,9 +19,7 @@ from spipe.program import Program
 from spipe.runtime.job import Job
 from spipe.runtime.settlement import Settlement
 from spipe.runtime.store import NOTES, Store
-from spipe.trace import Trace
-
-WARM_UP_STEPS = 3
+from spipe.trace import WARM_UP_STEPS, Trace
 
 
 class Reporter:
@@ -99,6 +97,7 @@ def write_results(job: Job, store: Store, settlement: Settlement, about: dict[st
     result = {
         "steps": job.steps,
         "losses": [row["loss"] for row in rows],
+        "step_s": times,
         "median_step_s": median(counted),
         "median_tokens_per_s": job.plan.tokens_per_step / median(counted),
         "measured_steps": len(counted),

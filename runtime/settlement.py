@@ -97,7 +97,7 @@ class Settlement:
         self.plan, self.program, self.rank, self.store, self.hooks = plan, program, rank, store, hooks
         self.pool = _native.WorkerPool(num_threads)
         adam = plan.optimizer
-        self.optimizer = _native.Optimizer(self.pool, adam.beta1, adam.beta2, adam.epsilon)
+        self.optimizer = _native.Optimizer(self.pool, adam.beta1, adam.beta2, adam.epsilon, rollback="delta")
         self.scaling: dict[int, Scaling] = {0: first_scaling(plan)}
         self.verdicts: dict[int, Verdict] = {}
         self.pending: list[tuple[int, Callable[[], tuple[bool, float]]]] = []

@@ -24,6 +24,7 @@ class RunResult:
     Attributes:
         output: the run directory: ``plan.json``, ``metrics.jsonl``, ``trace.json``, ``result.json``.
         losses: mean loss over the tokens of each step; None where it was not finite.
+        step_s: seconds of each step.
         median_step_s: median over the steps after three of warm-up (over all steps of a shorter run).
         tokens_per_s: tokens of a step by that time.
         skipped_steps: steps that changed nothing because a gradient was not finite.
@@ -32,6 +33,7 @@ class RunResult:
 
     output: Path
     losses: list[float | None]
+    step_s: list[float]
     median_step_s: float
     tokens_per_s: float
     skipped_steps: list[int]
@@ -48,6 +50,7 @@ class RunResult:
         return cls(
             output,
             summary["losses"],
+            summary["step_s"],
             summary["median_step_s"],
             summary["median_tokens_per_s"],
             summary["skipped_steps"],

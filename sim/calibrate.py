@@ -21,9 +21,8 @@ from spipe.sim.fitting import Prior, nonnegative_fit
 from spipe.sim.measurements import Measurement, measured_step_s, measurements
 from spipe.sim.simulation import simulate
 from spipe.topology import Link, Place
-from spipe.trace import Trace
+from spipe.trace import WARM_UP_STEPS, Trace
 
-WARM_UP_STEPS = 3
 _PASSES: tuple[tuple[Kind, PassName], ...] = (
     (Kind.FORWARD, "forward"),
     (Kind.RECOMPUTE, "recompute"),

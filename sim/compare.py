@@ -11,9 +11,7 @@ from spipe.plan import Plan
 from spipe.program import Program
 from spipe.sim.measurements import check_run, measured_step_s
 from spipe.sim.simulation import Simulation, simulate
-from spipe.trace import Trace
-
-WARM_UP_STEPS = 3
+from spipe.trace import WARM_UP_STEPS, Trace
 
 
 @dataclass(frozen=True)

@@ -1,39 +1,45 @@
 """The demo: search, train, calibrate, predict other plans, run them, and hold the runs against the predictions.
 
-Runs on two CPU ranks, one thread each. Predictions of the plans to be judged are on disk before those plans run.
+Runs on two CPU ranks, one thread each. Predictions of the plans to be judged are on disk before those plans run. A
+prediction holds for the machine as it was calibrated, and machines (virtual ones above all) change their speed within
+seconds: so every plan is measured in several rounds, and the calibrating plan runs along in each. If that plan itself
+has become faster or slower, the machine is calibrated anew and the other plans are predicted and measured again.
 """
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from spipe.cli.common import step_log
 from spipe.errors import SpipeError
 from spipe.ops import COMPUTE
+from spipe.trace import WARM_UP_STEPS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from spipe.hardware import HardwareSpec
     from spipe.plan import Plan
-    from spipe.sim import Calibration, Simulation
+    from spipe.sim import Simulation
 
 MODEL, HARDWARE, NUM_RANKS, SEQUENCE = "tiny", "laptop", 2, 128
 GLOBAL_BATCH = 16
 TRAINING_STEPS = 80
-JUDGED_STEPS = 24
-"""Three of warm-up and more than twenty whose median counts."""
-ATTEMPTS = 3
-"""A judged run during which something else used the processor is repeated; the least disturbed one counts."""
-UNDISTURBED = 0.9
+CALIBRATING_STEPS = 60
+"""The last of the training steps, which go into the trace that the machine is calibrated with."""
+ROUNDS, ROUND_STEPS = 3, 10
+"""Every judged plan runs so often, for so many steps; all but the first three of a round count."""
+STEADY = 0.1
+"""So far may the calibrating plan's step time lie from what it was in the calibrating run."""
+UNDISTURBED = 0.85
 """Least share of the processor that compute ops of a run on an idle machine have."""
-MAX_S = 180
-"""No run is repeated after so long."""
-TRACE_STEPS = 20
+MAX_S = 150
+"""Nothing is measured again after so long."""
 LEARNING_RATE = 2e-3
 # Plans to judge: name -> (schedule, forward and backward stages per rank, sequences per microbatch, microbatches, and
 # what embedding and head count in blocks, which moves the cuts). The one with the searched plan's schedule is left
@@ -50,18 +56,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Judged:
-    """One of the other plans: what was predicted for its step, and what a run of it took (seconds).
-
-    Attributes:
-        attempts: how often it was run; the run with the largest ``processor_share`` counts.
-    """
+    """One of the other plans: what was predicted for its step, and what it took (seconds; median over all rounds)."""
 
     plan: str
     predicted_before_s: float
     predicted_after_s: float
     measured_s: float
     processor_share: float
-    attempts: int
 
 
 def new_folder(given: Path | None) -> Path:
@@ -99,10 +100,10 @@ def run(folder: Path | None, to: "Console", say: Say) -> dict[str, Any]:
     with _ranks() as processes:
         simulation = search(hardware, folder, to)
         losses, measured_s = train(simulation, folder, processes, to, say)
-        calibration = calibrate(simulation.plan, folder, hardware, to)
-        calibrated_s = _predict(simulation.plan, calibration.hardware)
-        plans = other_plans(hardware, simulation.plan.schedule)
-        judged = judge(plans, hardware, calibration.hardware, folder, processes, to, say, begin + MAX_S)
+        judging = _Judging(simulation.plan, hardware, folder, processes, to, say)
+        judging.calibrate(folder / "run")
+        calibrated_s = _predict(simulation.plan, judging.after)
+        judging.judge(begin + MAX_S)
     result = {
         "folder": str(folder),
         "loss_first": losses[0],
@@ -112,7 +113,9 @@ def run(folder: Path | None, to: "Console", say: Say) -> dict[str, Any]:
         "predicted_before_s": simulation.step_s,
         "predicted_after_s": calibrated_s,
         "measured_s": measured_s,
-        "judged": [asdict(each) for each in judged],
+        "judged": [asdict(each) for each in judging.judged],
+        "attempts": judging.attempt,
+        "drift": judging.drift,
         "elapsed_s": time.monotonic() - begin,
     }
     (folder / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -159,7 +162,7 @@ def train(simulation: "Simulation", folder: Path, processes: Any, to: "Console",
     from spipe import show
 
     _head(to, "2", f"Train it for {TRAINING_STEPS} steps on the text of Python's documentation")
-    done = _train(simulation.plan, folder / "run", TRAINING_STEPS, processes, say)
+    done = _train(simulation.plan, folder / "run", TRAINING_STEPS, CALIBRATING_STEPS, processes, say)
     losses = [loss for loss in done.losses if loss is not None]
     to.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {show.count(done.tokens_per_s)} tokens / s")
     to.print(
@@ -172,59 +175,82 @@ def train(simulation: "Simulation", folder: Path, processes: Any, to: "Console",
     return losses, done.median_step_s
 
 
-def calibrate(plan: "Plan", folder: Path, hardware: "HardwareSpec", to: "Console") -> "Calibration":
-    """Improve the hardware description with that one run."""
-    from spipe import show, sim
-    from spipe.trace import Trace
+class _Judging:
+    """Calibrate, predict other plans, run them; again if the machine's speed has changed meanwhile.
 
-    _head(to, "3", "Calibrate the hardware description with that run")
-    calibration = sim.calibrate([(plan, Trace.load(folder / "run" / "trace.json"))], hardware)
-    calibration.hardware.save(folder / "hardware.toml")
-    show.calibration(to, calibration.report, calibration.runs)
-    to.print(
-        f"the trace holds the last {TRACE_STEPS} of the {TRAINING_STEPS} steps, so its median differs from that above"
-    )
-    return calibration
-
-
-def judge(
-    plans: "Mapping[str, Plan]",
-    before: "HardwareSpec",
-    after: "HardwareSpec",
-    folder: Path,
-    processes: Any,
-    to: "Console",
-    say: Say,
-    deadline: float,
-) -> list[Judged]:
-    """Predict other plans before and after calibration, write that down, then run them.
-
-    Args:
-        deadline: on the monotonic clock; no run is repeated after it.
+    Attributes:
+        judged: the plans of the last attempt.
+        drift: step time of the calibrating plan during that attempt, relative to the calibrating run, less one.
     """
-    from spipe import show
 
-    _head(to, "4", f"Predict {len(plans)} other plans, then run them")
-    predicted = {name: (_predict(plan, before), _predict(plan, after)) for name, plan in plans.items()}
-    for name, plan in plans.items():
-        plan.save(folder / f"{name}.json")
-        to.print(show.plan_words(plan), soft_wrap=True)
-        to.print()
-    rows = {name: {"predicted_before_s": old, "predicted_after_s": new} for name, (old, new) in predicted.items()}
-    (folder / "predictions.json").write_text(json.dumps(rows, indent=1) + "\n")
-    judged = []
-    for name, plan in plans.items():
-        runs: list[tuple[float, float]] = []  # (share of the processor, median step)
-        while not runs or (max(runs)[0] < UNDISTURBED and len(runs) < ATTEMPTS and time.monotonic() < deadline):
-            say(f"running {name}" if not runs else f"running {name} again: something else used the processor")
-            output = folder / "-".join(["run", name, *([str(len(runs) + 1)] if runs else [])])
-            done = _train(plan, output, JUDGED_STEPS, processes, say)
-            runs.append((processor_share(output), done.median_step_s))
-        share, measured_s = max(runs)
-        judged.append(Judged(name, *predicted[name], measured_s, share, len(runs)))
-    show.judged(to, [asdict(each) for each in judged])
-    warn_if_busy(min(each.processor_share for each in judged), to)
-    return judged
+    def __init__(
+        self, plan: "Plan", before: "HardwareSpec", folder: Path, processes: Any, to: "Console", say: Say
+    ) -> None:
+        self.plan, self.before, self.after = plan, before, before
+        self.plans = other_plans(before, plan.schedule)
+        self.folder, self.processes, self.to, self.say = folder, processes, to, say
+        self.judged: list[Judged] = []
+        self.attempt, self.calibrated_s, self.drift = 1, 0.0, 0.0
+        for name, other in self.plans.items():
+            other.save(folder / f"{name}.json")
+
+    def calibrate(self, run: Path) -> None:
+        """Improve the hardware description with one run of the searched plan."""
+        from spipe import show, sim
+        from spipe.trace import Trace
+
+        _head(self.to, "3", "Calibrate the hardware description with that run")
+        calibration = sim.calibrate([(self.plan, Trace.load(run / "trace.json"))], self.before)
+        self.after, self.calibrated_s = calibration.hardware, calibration.runs[0]["measured_s"]
+        self.after.save(self._new("hardware.toml"))
+        show.calibration(self.to, calibration.report, calibration.runs)
+
+    def judge(self, deadline: float) -> None:
+        """Predict the other plans, write that down, then run them; again until ``deadline`` (monotonic) if need be."""
+        from spipe import show
+
+        while True:
+            _head(self.to, "4", f"Predict {len(self.plans)} other plans, then run them in {ROUNDS} rounds")
+            if self.attempt == 1:
+                for plan in self.plans.values():
+                    self.to.print(show.plan_words(plan), soft_wrap=True)
+                    self.to.print()
+            self._once()
+            show.judged(self.to, [asdict(each) for each in self.judged])
+            self.to.print(
+                f"The calibrating plan ran along: {self.drift:+.1%} against the calibrating run; that is the machine."
+            )
+            if abs(self.drift) <= STEADY or time.monotonic() > deadline:
+                break
+            self.attempt += 1
+            self.to.print("The machine has changed its speed, and the calibration with it: both again.")
+            again = self._new("run")
+            _train(self.plan, again, CALIBRATING_STEPS, CALIBRATING_STEPS, self.processes, self.say)
+            self.calibrate(again)
+        warn_if_busy(min(each.processor_share for each in self.judged), self.to)
+
+    def _once(self) -> None:
+        predicted = {
+            name: (_predict(plan, self.before), _predict(plan, self.after)) for name, plan in self.plans.items()
+        }
+        rows = {name: {"predicted_before_s": old, "predicted_after_s": new} for name, (old, new) in predicted.items()}
+        self._new("predictions.json").write_text(json.dumps(rows, indent=1) + "\n")
+        times: dict[str, list[float]] = {}
+        shares: dict[str, list[float]] = {}
+        for number in range(1, ROUNDS + 1):
+            for name, plan in {"calibrating": self.plan, **self.plans}.items():
+                self.say(f"round {number} of {ROUNDS}: {name}")
+                output = self._new(f"run-{name}-{number}")
+                done = _train(plan, output, ROUND_STEPS, ROUND_STEPS, self.processes, self.say)
+                times.setdefault(name, []).extend(done.step_s[WARM_UP_STEPS:])
+                shares.setdefault(name, []).append(processor_share(output))
+        self.drift = median(times["calibrating"]) / self.calibrated_s - 1
+        self.judged = [Judged(name, *predicted[name], median(times[name]), median(shares[name])) for name in self.plans]
+
+    def _new(self, name: str) -> Path:
+        """A path of this attempt in the demo's folder."""
+        stem, dot, suffix = name.partition(".")
+        return self.folder / (name if self.attempt == 1 else f"{stem}-again-{self.attempt - 1}{dot}{suffix}")
 
 
 def other_plans(hardware: "HardwareSpec", schedule: str) -> "dict[str, Plan]":
@@ -280,11 +306,11 @@ def _predict(plan: "Plan", hardware: "HardwareSpec") -> float:
     return sim.simulate(plan, hardware=hardware).step_s
 
 
-def _train(plan: "Plan", output: Path, steps: int, processes: Any, say: Say) -> Any:
+def _train(plan: "Plan", output: Path, steps: int, trace_steps: int, processes: Any, say: Say) -> Any:
     from spipe import runtime
 
     return runtime.run(
-        plan, steps=steps, output=output, trace_steps=TRACE_STEPS, ranks=processes, log=step_log(steps, say)
+        plan, steps=steps, output=output, trace_steps=trace_steps, ranks=processes, log=step_log(steps, say)
     )
 
 

@@ -31,7 +31,7 @@ from statistics import median
 from spipe.errors import SpipeError
 from spipe.ops import COMPUTE, RECVS, SENDS, Kind
 from spipe.program import Program
-from spipe.trace import Trace
+from spipe.trace import WARM_UP_STEPS, Trace
 
 CAUSES = (
     "fill",
@@ -92,7 +92,7 @@ def step_times(program: Program, trace: Trace) -> dict[int, float]:
     return {step: end - ends[step - 1] for step, end in sorted(ends.items()) if step - 1 in ends}
 
 
-def median_step_s(program: Program, trace: Trace, warmup: int = 3) -> float:
+def median_step_s(program: Program, trace: Trace, warmup: int = WARM_UP_STEPS) -> float:
     """Median of the step times after ``warmup`` steps. Raises SpipeError if none is left."""
     times = [seconds for step, seconds in step_times(program, trace).items() if step >= warmup]
     if not times:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 ROUNDING_S = 2e-6
 """An op may seem to end so much before its start: clocks of devices are no finer."""
+WARM_UP_STEPS = 3
+"""First steps of a run that do not count."""
 _TIMES = ("ready_s", "start_s", "end_s", "cpu_s")
 
 

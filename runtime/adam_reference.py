@@ -9,6 +9,7 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -108,6 +109,47 @@ def round_into(weight: FloatArray | HalfArray, master: FloatArray) -> None:
         raise ValueError(f"dtype of weight is {weight.dtype}; it must be float32, float16, or uint16 with bf16 bits")
 
 
+@dataclass(frozen=True)
+class AdamScalars:
+    """The scalars of one step, computed in fp64 and rounded to fp32 once; what an element goes through is::
+
+        g = gradient * scale
+        m = beta1 * m + one_minus_beta1 * g
+        v = beta2 * v + one_minus_beta2 * (g * g)
+        master = master * decay - step_size * (m / (sqrt(v) + epsilon))
+
+    Every operation is rounded to fp32 by itself.
+    """
+
+    scale: np.float32
+    beta1: np.float32
+    one_minus_beta1: np.float32
+    beta2: np.float32
+    one_minus_beta2: np.float32
+    decay: np.float32
+    step_size: np.float32
+    epsilon: np.float32
+
+    @classmethod
+    def of(
+        cls, *, step: int, learning_rate: float, beta1: float, beta2: float, epsilon: float, weight_decay: float = 0.0,
+        gradient_scale: float = 1.0, bias_correction: bool = True,
+    ) -> AdamScalars:  # fmt: skip
+        """The scalars of step ``step``, counted from 1."""
+        correction1 = 1.0 - float(beta1) ** step if bias_correction else 1.0
+        correction2 = (1.0 - float(beta2) ** step) ** 0.5 if bias_correction else 1.0
+        return cls(
+            scale=np.float32(gradient_scale),
+            beta1=np.float32(beta1),
+            one_minus_beta1=np.float32(1.0 - beta1),
+            beta2=np.float32(beta2),
+            one_minus_beta2=np.float32(1.0 - beta2),
+            decay=np.float32(1.0 - learning_rate * weight_decay),
+            step_size=np.float32(learning_rate / correction1 * correction2),
+            epsilon=max(np.float32(epsilon * correction2), np.finfo(np.float32).tiny),
+        )
+
+
 def adamw_step(
     gradient: FloatArray | HalfArray,
     master: FloatArray,
@@ -137,30 +179,26 @@ def adamw_step(
     ``rounding`` is 'nearest' or 'stochastic'. Scalars are computed in fp64 and rounded once. Returns the number of
     blocks of 4096 elements that were left untouched because a scaled gradient in them is NaN or infinite.
     """
-    scale = np.float32(gradient_scale)
-    b1, one_minus_b1 = np.float32(beta1), np.float32(1.0 - beta1)
-    b2, one_minus_b2 = np.float32(beta2), np.float32(1.0 - beta2)
-    learning_rate = learning_rate * learning_rate_factor
-    correction1 = 1.0 - float(beta1) ** step if bias_correction else 1.0
-    correction2 = (1.0 - float(beta2) ** step) ** 0.5 if bias_correction else 1.0
-    decay, l2 = np.float32(1.0 - learning_rate * weight_decay), np.float32(l2_decay)
-    step_size = np.float32(learning_rate / correction1 * correction2)
-    eps = max(np.float32(epsilon * correction2), np.finfo(np.float32).tiny)
+    s = AdamScalars.of(
+        step=step, learning_rate=learning_rate * learning_rate_factor, beta1=beta1, beta2=beta2, epsilon=epsilon,
+        weight_decay=weight_decay, gradient_scale=gradient_scale, bias_correction=bias_correction,
+    )  # fmt: skip
+    l2 = np.float32(l2_decay)
     bypassed = 0
     with np.errstate(all="ignore"):
         g = to_fp32(gradient)
         if gradient2 is not None:
             g = g + to_fp32(gradient2)
-        g = g * scale
+        g = g * s.scale
         for begin in range(0, len(g), BLOCK_ELEMENTS):
             block = slice(begin, begin + BLOCK_ELEMENTS)
             if not np.isfinite(g[block]).all():
                 bypassed += 1
                 continue
             gradient_block = g[block] if l2 == 0 else g[block] + l2 * master[block]
-            m = b1 * first_moment[block] + one_minus_b1 * gradient_block
-            v = b2 * second_moment[block] + one_minus_b2 * (gradient_block * gradient_block)
-            p = master[block] * decay - step_size * (m / (np.sqrt(v) + eps))
+            m = s.beta1 * first_moment[block] + s.one_minus_beta1 * gradient_block
+            v = s.beta2 * second_moment[block] + s.one_minus_beta2 * (gradient_block * gradient_block)
+            p = master[block] * s.decay - s.step_size * (m / (np.sqrt(v) + s.epsilon))
             first_moment[block] = m
             second_moment[block] = v
             master[block] = p

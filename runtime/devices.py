@@ -26,7 +26,7 @@ from spipe.runtime.region import Region, Span, bytes_of
 from spipe.runtime.store import Store
 
 cuda: Any = torch.cuda  # much of it has no types
-GPU_LANES = frozenset({"compute", "h2d", "d2h", "h2d_in", "d2h_in", "p2p", "p2p_in"})
+GPU_LANES = frozenset({"compute", "h2d", "d2h", "h2d_in", "d2h_in", "p2p", "p2p_in", "device_step"})
 _REGISTER_BYTES = 16 << 30
 
 

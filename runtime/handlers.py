@@ -18,7 +18,7 @@ from spipe.runtime.data import Corpus
 from spipe.runtime.devices import Device
 from spipe.runtime.hooks import TestHooks
 from spipe.runtime.region import DTYPES
-from spipe.runtime.settlement import Settlement
+from spipe.runtime.settlement import LayerState, Settlement
 from spipe.runtime.store import Store
 from spipe.runtime.transports import Transport
 
@@ -70,6 +70,7 @@ class Handlers:
             Kind.FREE: self.free,
             Kind.FETCH: self.fetch,
             Kind.OFFLOAD_GRAD: self.offload_grad,
+            Kind.STORE_WEIGHTS: self.store_weights,
             Kind.LOAD_TOKENS: self.load_tokens,
             Kind.STORE_STAGE_INPUT: self.store_stage_input,
             Kind.LOAD_STAGE_INPUT: self.load_stage_input,
@@ -208,6 +209,11 @@ class Handlers:
         origin = table.bounds[self.program.layers(stage).start]
         first, stop = table.span(self.program.buckets[stage][self.program.index[op]])
         slot, shared = self.buffers.weight_slots[self.program.slot[op]], self.store.weights
+        if self.program.reads_held(op):
+            weight = self._held(op).weight
+            assert weight is not None
+            self.device.copy(slot[first - origin : stop - origin], weight)
+            return
         if table.tied and stop == table.num_elements:
             low, high = table.tied
             self.device.copy(
@@ -224,15 +230,31 @@ class Handlers:
         slab = self.buffers.slabs[self.program.slot[op]]
         if (step, stage - self.num_forward) in self.hooks.overflow and first == origin:
             slab[:1].fill_(float("inf"))
-        self.device.copy(self.store.gradients[first:stop], slab[first - origin : stop - origin])
+        target = self.store.gradients[first:stop]
+        if self.program.reads_held(op):
+            held = self._held(op).gradient
+            assert held is not None
+            target = held
+        self.device.copy(target, slab[first - origin : stop - origin])
         on_gpu = self.device.device.type != "cpu"
         for parameter in table.of(bucket):
             begin, end = parameter.first, parameter.first + parameter.count
-            values = slab[begin - origin : end - origin] if on_gpu else self.store.gradients[begin:end]
+            values = slab[begin - origin : end - origin] if on_gpu else target[begin - first : end - first]
             number = self.settlement.number[parameter.layer, parameter.name]
             self.settlement.pending.append((number, self.device.statistics(values, self.plan.gradient_dtype)))
         if self.hooks.poison:
             slab[first - origin : stop - origin].fill_(float("nan"))
+
+    def store_weights(self, op: int, step: int) -> None:
+        first, stop = self.store.table.span(self.program.buckets[self.program.stage[op]][self.program.index[op]])
+        weight = self._held(op).weight
+        assert weight is not None
+        self.device.copy(self.store.weights[first:stop], weight)
+
+    def _held(self, op: int) -> LayerState:
+        return self.settlement.masters.layers[
+            self.program.buckets[self.program.stage[op]][self.program.index[op]].start
+        ]
 
     def validate(self, op: int, step: int) -> None:
         losses = self.losses.pop(step, None)

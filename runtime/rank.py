@@ -84,7 +84,7 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
     store.region.advise_huge_pages()
     share = store.layout.data_span.num_bytes // num_ranks
     store.region.populate(store.layout.data_span.offset + rank * share, share, threads)
-    masters = MasterState(plan, rank, store)
+    masters = MasterState(plan, rank, store, device.device)
     masters.initialize(plan, store, threads)
     settlement = Settlement(plan, program, rank, store, masters, threads, job.hooks)
     pids = _exchange_pids(rank, num_ranks, rendezvous)
@@ -150,7 +150,7 @@ def _dump_part(job: Job, rank: int, store: Store, masters: MasterState) -> None:
         state[f"master.{parameter.label}"] = master
         state[f"first_moment.{parameter.label}"] = first_moment
         state[f"second_moment.{parameter.label}"] = second_moment
-    torch.save({key: value.clone() for key, value in state.items()}, f"{job.dump_state}.rank{rank}")
+    torch.save({key: value.cpu().clone() for key, value in state.items()}, f"{job.dump_state}.rank{rank}")
 
 
 def _merge_dump(job: Job) -> None:

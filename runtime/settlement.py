@@ -15,9 +15,11 @@ from spipe import _native
 from spipe.ops import Kind
 from spipe.plan import Plan
 from spipe.program import Program
+from spipe.runtime.adam_device import adamw_step_on_device
+from spipe.runtime.adam_reference import AdamScalars
 from spipe.runtime.hooks import TestHooks
 from spipe.runtime.layers import initialize
-from spipe.runtime.region import fill_bytes, private_memory
+from spipe.runtime.region import DTYPES, fill_bytes, private_memory
 from spipe.runtime.store import Parameter, Store
 
 
@@ -56,35 +58,69 @@ def next_scaling(plan: Plan, scaling: Scaling, overflow: bool) -> Scaling:
     return Scaling(scaling.loss_scale, scaling.num_updates + 1, good)
 
 
-class MasterState:
-    """fp32 masters and moments of the layers whose backward this rank runs; private memory, natural order by stage."""
+@dataclass(frozen=True)
+class LayerState:
+    """What belongs to one layer, each flat in natural order.
 
-    def __init__(self, plan: Plan, rank: int, store: Store) -> None:
-        self.stages = [stage.layers for stage in plan.layout.layout().backward if stage.rank == rank]
-        self.arrays = []
-        self._origins = []
-        for layers in self.stages:
-            first, stop = store.table.span(layers)
-            self._origins.append(first)
-            self.arrays.append([private_memory(stop - first) for _ in range(3)])
-        self.parameters = [p for layers in self.stages for p in store.table.of(layers) if store.table.owns_state(p)]
+    ``state`` is master, first and second moment (fp32): in private memory of this process, or on the device if the
+    device holds the layer. Then ``weight`` and ``gradient`` (in the plan's types) are there, too.
+    """
+
+    first: int
+    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    weight: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+
+    def part(self, tensor: torch.Tensor, parameter: Parameter) -> torch.Tensor:
+        """One parameter's part of one of the tensors, flat."""
+        first = parameter.first - self.first
+        return tensor[first : first + parameter.count]
+
+
+class MasterState:
+    """Masters and moments of the layers whose backward this rank runs."""
+
+    def __init__(self, plan: Plan, rank: int, store: Store, device: torch.device) -> None:
+        program, table = plan.program(), store.table
+        self.layers: dict[int, LayerState] = {}
+        for layer in (i for stage in program.layout.backward if stage.rank == rank for i in stage.layers):
+            first, stop = table.span(range(layer, layer + 1))
+            if program.is_held(layer):
+                weight, gradient = (
+                    _on_device(stop - first, DTYPES[name], device) for name in (plan.precision, plan.gradient_dtype)
+                )
+                master, m, v = (_on_device(stop - first, torch.float32, device) for _ in range(3))
+                self.layers[layer] = LayerState(first, (master, m, v), weight, gradient)
+            else:
+                master, m, v = (private_memory(stop - first) for _ in range(3))
+                self.layers[layer] = LayerState(first, (master, m, v))
+        self.parameters = [p for p in table.of(self.layers) if table.owns_state(p)]
 
     def of(self, parameter: Parameter) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Master, first and second moment, in the parameter's shape."""
-        for layers, origin, arrays in zip(self.stages, self._origins, self.arrays, strict=True):
-            if parameter.layer in layers:
-                first = parameter.first - origin
-                master, m, v = (array[first : first + parameter.count].view(parameter.shape) for array in arrays)
-                return master, m, v
-        raise KeyError(parameter.label)
+        layer = self.layers[parameter.layer]
+        master, m, v = (layer.part(tensor, parameter).view(parameter.shape) for tensor in layer.state)
+        return master, m, v
 
     def initialize(self, plan: Plan, store: Store, num_threads: int) -> None:
         """Initial masters, and the weights rounded from them, for this rank's parameters."""
         torch.set_num_threads(num_threads)
         for parameter in self.parameters:
-            master = self.of(parameter)[0]
-            initialize(plan.model, plan.seed, parameter.layer, parameter.name, master, num_threads)
-            store.weights[parameter.first : parameter.first + parameter.count].copy_(master.view(-1))
+            layer, master = self.layers[parameter.layer], self.of(parameter)[0]
+            value = master if master.device.type == "cpu" else torch.empty(master.shape)
+            initialize(plan.model, plan.seed, parameter.layer, parameter.name, value, num_threads)
+            weight = store.weights[parameter.first : parameter.first + parameter.count]
+            weight.copy_(value.view(-1))
+            if layer.weight is not None:
+                master.copy_(value)
+                layer.part(layer.weight, parameter).copy_(weight)
+
+
+def _on_device(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(num_elements, dtype=dtype, device=device)
+    size = num_elements * dtype.itemsize
+    return private_memory(-(-size // 4)).view(torch.uint8)[:size].view(dtype)
 
 
 class Settlement:
@@ -95,6 +131,7 @@ class Settlement:
         hooks: TestHooks,
     ) -> None:  # fmt: skip
         self.plan, self.program, self.rank, self.store, self.hooks = plan, program, rank, store, hooks
+        self.masters = masters
         self.pool = _native.WorkerPool(num_threads)
         adam = plan.optimizer
         self.optimizer = _native.Optimizer(self.pool, adam.beta1, adam.beta2, adam.epsilon, rollback="delta")
@@ -111,22 +148,29 @@ class Settlement:
         for k, stage in enumerate(program.layout.backward):
             if stage.rank == rank:
                 for b, layers in enumerate(program.buckets[num_forward + k]):
+                    if masters.layers[layers.start].state[0].device.type != "cpu":
+                        continue
                     parameters = [self._native_parameter(p, masters) for p in masters.parameters if p.layer in layers]
                     self.buckets[num_forward + k, b] = self.optimizer.add_bucket(parameters)
 
     def _native_parameter(self, parameter: Parameter, masters: MasterState) -> _native.Parameter:
         store = self.store
         master, first_moment, second_moment = masters.of(parameter)
+        layer = masters.layers[parameter.layer]
+        gradient, weight = (
+            shared[parameter.first :] if held is None else layer.part(held, parameter)
+            for shared, held in ((store.gradients, layer.gradient), (store.weights, layer.weight))
+        )
         tied = store.table.tied
         second = tied[1].first if tied and parameter == tied[0] else -1
         return _native.Parameter(
-            gradient=store.gradients[parameter.first :].data_ptr(),
+            gradient=gradient.data_ptr(),
             gradient2=store.gradients[second:].data_ptr() if second >= 0 else 0,
             gradient_dtype=self.plan.gradient_dtype,
             master=master.data_ptr(),
             first_moment=first_moment.data_ptr(),
             second_moment=second_moment.data_ptr(),
-            weight=store.weights[parameter.first :].data_ptr(),
+            weight=weight.data_ptr(),
             weight_dtype=self.plan.precision,
             count=parameter.count,
             weight_decay=self.plan.optimizer.weight_decay,
@@ -164,7 +208,11 @@ class Settlement:
         known = self.store.flags.get(self.validate_op) > step
         if known and self.verdicts[step].overflow:
             return "bypass"
-        number, scaling = self.buckets[stage, bucket], self.scaling[step]
+        scaling, layers = self.scaling[step], self.program.buckets[stage][bucket]
+        if (stage, bucket) not in self.buckets:
+            self._step_on_device(layers, scaling)
+            return ""
+        number = self.buckets[stage, bucket]
         self.optimizer.submit(
             number,
             step=scaling.num_updates + 1,
@@ -175,11 +223,31 @@ class Settlement:
         self.cpu_seconds = self.optimizer.join(number).cpu_seconds
         return ""
 
+    def _step_on_device(self, layers: range, scaling: Scaling) -> None:
+        """Step layers that the device holds, in the order of the lane's stream; the verdict was good."""
+        adam = self.plan.optimizer
+        scalars = AdamScalars.of(
+            step=scaling.num_updates + 1,
+            learning_rate=adam.learning_rate,
+            beta1=adam.beta1,
+            beta2=adam.beta2,
+            epsilon=adam.epsilon,
+            weight_decay=adam.weight_decay,
+            gradient_scale=1.0 / scaling.loss_scale,
+        )
+        for parameter in self.store.table.of(layers):
+            layer = self.masters.layers[parameter.layer]
+            assert layer.gradient is not None
+            assert layer.weight is not None
+            tensors = (layer.gradient, *layer.state, layer.weight)
+            gradient, master, m, v, weight = (layer.part(tensor, parameter) for tensor in tensors)
+            adamw_step_on_device(gradient, master, m, v, weight, scalars)
+
     def commit(self, stage: int, bucket: int, step: int) -> str:
         """Accept or undo a bucket's step; returns ``rollback`` if it was undone."""
-        number = self.buckets[stage, bucket]
+        number = self.buckets.get((stage, bucket), -1)
         note = ""
-        if self.optimizer.state(number) == "stepped":
+        if number >= 0 and self.optimizer.state(number) == "stepped":
             if self.verdicts[step].overflow:
                 self.optimizer.rollback(number)
                 note = "rollback"
@@ -192,6 +260,9 @@ class Settlement:
     def _poison_gradients(self, stage: int, bucket: int) -> None:
         tied = self.store.table.tied
         for parameter in self.store.table.of(self.program.buckets[stage][bucket]):
+            held = self.masters.layers[parameter.layer].gradient
+            if held is not None and held.device.type == "cpu":
+                fill_bytes(self.masters.layers[parameter.layer].part(held, parameter), 0xFF)
             if not tied or parameter != tied[1]:
                 fill_bytes(self.store.gradients[parameter.first : parameter.first + parameter.count], 0xFF)
             if tied and parameter == tied[0]:

@@ -17,7 +17,7 @@ from spipe.topology import Place
 from spipe.trace import ROUNDING_S, Trace
 
 MIN_STEPS = 2
-_BUCKETED = {Kind.FETCH, Kind.OFFLOAD_GRAD, Kind.STEP, Kind.COMMIT}
+_BUCKETED = {Kind.FETCH, Kind.OFFLOAD_GRAD, Kind.STEP, Kind.COMMIT, Kind.STORE_WEIGHTS}
 
 Group = tuple[int, int, int]
 """Kind, stage and bucket (0 where there are none): ops that take the same time."""
@@ -112,7 +112,9 @@ def measurements(
                 source=source,
                 target=target,
                 is_remote=any(route.is_remote for route, _ in parts),
-                num_parameters=costs.num_stepped_parameters(pricing.bucket(i)) if kind is Kind.STEP else 0,
+                num_parameters=costs.num_stepped_parameters(pricing.bucket(i))
+                if kind is Kind.STEP and not pricing.is_local(i)
+                else 0,
             )
         )
     return found

@@ -17,6 +17,7 @@ from spipe.topology import Place, Route
 
 _PASS: dict[int, PassName] = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
 _BOUNDARY = {*PARTNER, *RECVS, Kind.STORE_STAGE_INPUT, Kind.LOAD_STAGE_INPUT}
+_HELD = (Kind.FETCH, Kind.OFFLOAD_GRAD)  # copies inside the accelerator where it holds the layer
 _TOKEN_BYTES = 8
 # A scheduler lets a thread that was asleep go first, so that a copy takes its core from compute instead of sharing it.
 _BRIEF_SHARE = 100.0
@@ -75,7 +76,7 @@ class Pricing:
         known: dict[tuple[int, int, int, int], tuple[float, FlowSpec | None]] = {}
         seconds: list[float] = []
         flows: list[FlowSpec | None] = []
-        weight_ops = (int(Kind.FETCH), int(Kind.OFFLOAD_GRAD), int(Kind.STEP))
+        weight_ops = (int(Kind.FETCH), int(Kind.OFFLOAD_GRAD), int(Kind.STEP), int(Kind.STORE_WEIGHTS))
         for i, (kind, stage, index) in enumerate(zip(program.kind, program.stage, program.index, strict=True)):
             partner = program.partner[i]
             bucket = index if kind in weight_ops else 0
@@ -100,6 +101,8 @@ class Pricing:
             return self.step(i, overhead)
         if kind is Kind.VALIDATE or kind is Kind.BARRIER:
             return self.collective_s(kind), None
+        if kind in _HELD and self.is_local(i):
+            return self.local_copy_s(self.bucket(i)) + overhead, None
         parts = self.parts(i)
         if not parts:
             return overhead, None
@@ -167,13 +170,15 @@ class Pricing:
         if kind is Kind.STORE_STAGE_INPUT:  # to the host that holds what belongs to the backward stage
             reader = program.layout.backward[program.stage[i] - len(program.layout.forward)].rank
             return gpu, ("memory", hardware.host_of(reader))
-        return (gpu, memory) if kind is Kind.OFFLOAD_GRAD else (memory, gpu)
+        return (gpu, memory) if kind in (Kind.OFFLOAD_GRAD, Kind.STORE_WEIGHTS) else (memory, gpu)
 
     def parts(self, i: int) -> list[Part]:
         """The bytes an op moves, by route."""
         program, model, hardware = self.program, self.model, self.hardware
         kind = Kind(program.kind[i])
         source, target = self.ends(i)
+        if kind in _HELD and self.is_local(i):
+            return []
         if kind is Kind.FETCH:
             by_host: dict[int, float] = {}
             for layer in self.bucket(i):
@@ -183,6 +188,8 @@ class Pricing:
             return [(hardware.route(("memory", host), target), size) for host, size in by_host.items()]
         if kind is Kind.OFFLOAD_GRAD:
             num_bytes = model.num_parameters(self.bucket(i)) * model.gradient_element_bytes
+        elif kind is Kind.STORE_WEIGHTS:
+            num_bytes = model.num_parameters(self.bucket(i)) * model.element_bytes
         elif kind is Kind.LOAD_TOKENS:
             num_bytes = _TOKEN_BYTES * model.tokens
         elif kind in _BOUNDARY:
@@ -211,6 +218,15 @@ class Pricing:
         if bandwidth_s < 0.5 * seconds or bandwidth_s == 0:
             return seconds, None
         return seconds, self.flow(seconds, num_bytes / seconds, self.uses(parts, seconds))
+
+    def is_local(self, i: int) -> bool:
+        """Whether weight op ``i`` stays inside an accelerator, which holds the layer."""
+        return not self.on_cpu and self.program.reads_held(i)
+
+    def local_copy_s(self, layers: range) -> float:
+        """Seconds to copy the weights of layers inside an accelerator: read once, written once."""
+        num_bytes = 2 * self.model.num_parameters(layers) * self.model.element_bytes
+        return num_bytes / self.hardware.accelerator.memory_bandwidth_bytes_per_s
 
     def bandwidth(self, route: Route) -> float:
         """Bytes per second of a transfer that is alone; the memory of a host on the way may be what limits it."""
@@ -248,6 +264,9 @@ class Pricing:
         """Adam on a bucket: shares cores and, byte for byte, memory bandwidth with the copies of its host."""
         program, model = self.program, self.model
         parameters = model.num_stepped_parameters(self.bucket(i))
+        if self.is_local(i):
+            bandwidth = self.hardware.accelerator.memory_bandwidth_bytes_per_s
+            return parameters * model.adam_bytes / bandwidth + overhead, None
         seconds = parameters / model.adam_rate + overhead
         if seconds == 0:
             return seconds, None

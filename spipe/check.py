@@ -44,6 +44,7 @@ class _Checker:
         self.number: dict[tuple[int, int, int], list[int]] = defaultdict(list)  # (kind, stage, index) -> ops
         for i, key in enumerate(zip(program.kind, program.stage, program.index, strict=True)):
             self.number[key].append(i)
+        self.held: dict[tuple[int, Kind], int] = {}  # (layer on an accelerator, STEP or STORE_WEIGHTS) -> op
         self.position: dict[int, int] = {}  # compute op -> position in its rank's compute order
         counts: Counter[int] = Counter()
         for i, kind in enumerate(program.kind):
@@ -70,6 +71,9 @@ class _Checker:
             if backward:
                 for kind in (Kind.OFFLOAD_GRAD, Kind.STEP, Kind.COMMIT):
                     expected.update({(kind, stage, b): spec.rank for b in range(len(program.buckets[stage]))})
+                for b, layers in enumerate(program.buckets[stage]):
+                    if program.is_held(layers.start):
+                        expected[Kind.STORE_WEIGHTS, stage, b] = spec.rank
         for rank in range(layout.num_ranks):
             expected[Kind.VALIDATE, self.num_forward + len(layout.backward) + rank, 0] = rank
         kinds = {kind for kind, _, _ in expected}
@@ -225,6 +229,8 @@ class _Checker:
         for i, kind in enumerate(program.kind):
             if kind == Kind.COMMIT:
                 settled.update(dict.fromkeys(program.buckets[program.stage[i]][program.index[i]], i))
+            elif kind in (Kind.STEP, Kind.STORE_WEIGHTS):
+                self.held[program.buckets[program.stage[i]][program.index[i]].start, Kind(kind)] = i
         for i in (i for mine in fetches.values() for i in mine):
             read = set(program.buckets[program.stage[i]][program.index[i]])
             if program.tied and self.layout.num_layers - 1 in read:
@@ -232,6 +238,13 @@ class _Checker:
             for layer in read:
                 if settled[layer] not in program.carried[i]:
                     yield f"{self.name(i)} may read stale weights: it does not wait for {self.name(settled[layer])}"
+                if not program.is_held(layer):
+                    continue
+                step, store = (self.held[layer, kind] for kind in (Kind.STEP, Kind.STORE_WEIGHTS))
+                if program.owner(layer) == program.rank[i]:
+                    yield from self.after(step, i, "a copy of the weights it replaces")
+                elif store not in program.carried[i]:
+                    yield f"{self.name(i)} may read stale weights: it does not wait for {self.name(store)}"
 
     def gradients(self) -> Iterator[str]:
         """Gradients leave complete, step once both uses are there, are judged by all, and are settled after both."""
@@ -255,8 +268,14 @@ class _Checker:
                 yield from self.after(verdict[spec.rank], offload, "a gradient it judges")
                 yield from self.after(commit, step, "its STEP")
                 yield from self.after(commit, verdict[spec.rank], "the verdict")
-                if program.options.optimizer == "sync":
-                    yield from self.after(step, verdict[spec.rank], "the verdict (synchronous optimizer)")
+                held = program.is_held(layers.start)
+                if program.options.optimizer == "sync" or held:
+                    yield from self.after(step, verdict[spec.rank], "the verdict (it cannot be undone)")
+                if held:
+                    store = self.find(Kind.STORE_WEIGHTS, stage, b)
+                    yield from self.after(store, step, "the weights it stores")
+                    if store not in program.carried[step]:
+                        yield f"{self.name(step)} may replace weights that {self.name(store)} still reads"
                 if commit not in program.carried[offload]:
                     yield f"{self.name(offload)} may overwrite a gradient that {self.name(commit)} still needs"
             if [self.position[i] for i in backwards] != sorted(self.position[i] for i in backwards):

@@ -341,6 +341,7 @@ class _Lowering(Draft):
             validate.append(self.add(Kind.VALIDATE, number, 0, rank, "control", gradients))
         head = self.offloads[self.num_backward - 1, len(self.buckets[-1]) - 1]
         commit_of_layer = [-1] * self.layout.num_layers
+        store_of_layer: dict[int, int] = {}
         commits: list[list[int]] = [[] for _ in range(self.layout.num_ranks)]
         turn = [0] * self.layout.num_ranks
         for (k, b), offload in self.offloads.items():
@@ -350,8 +351,14 @@ class _Lowering(Draft):
                 gradients.append(head)
             if self.options.optimizer == "sync":
                 gradients.append(validate[rank])
-            worker, turn[rank] = turn[rank], (turn[rank] + 1) % self.options.optimizer_workers
-            step = self.add(Kind.STEP, stage, b, rank, f"cpu{worker or ''}", gradients)
+            layer = self.buckets[stage][b].start
+            if self._is_held(layer):
+                step = self._add_device_step(stage, b, rank, offload, validate[rank])
+                store_of_layer[layer] = self.add(Kind.STORE_WEIGHTS, stage, b, rank, "d2h", [step])
+                self.carried[step].append(store_of_layer[layer])
+            else:
+                worker, turn[rank] = turn[rank], (turn[rank] + 1) % self.options.optimizer_workers
+                step = self.add(Kind.STEP, stage, b, rank, f"cpu{worker or ''}", gradients)
             commit = self.add(Kind.COMMIT, stage, b, rank, "settle", [step, validate[rank]])
             for gradient in gradients[: 2 if self.tied else 1]:
                 if self.kind[gradient] == Kind.OFFLOAD_GRAD:
@@ -371,9 +378,24 @@ class _Lowering(Draft):
             needed = {commit_of_layer[layer] for layer in layers}
             if self.tied and self.layout.num_layers - 1 in layers:
                 needed.add(commit_of_layer[0])
+            store = store_of_layer.get(layers.start, -1)
+            if store >= 0 and self.rank[store] != self.rank[i]:  # the host's copy, not the accelerator's own
+                needed.add(store)
             self.carried[i] += sorted(needed)
             if barriers:
                 self.carried[i].append(barriers[self.rank[i]])
+
+    def _is_held(self, layer: int) -> bool:
+        tied = self.tied and layer in (0, self.layout.num_layers - 1)
+        return layer < self.options.device_layers and not tied
+
+    def _add_device_step(self, stage: int, bucket: int, rank: int, gradient: int, verdict: int) -> int:
+        """A STEP on the accelerator: after the verdict, and after everything that copies the weights it replaces."""
+        layers = self.buckets[stage][bucket]
+        readers = [
+            i for i in self.fetches if self.rank[i] == rank and self.buckets[self.stage[i]][self.index[i]] == layers
+        ]
+        return self.add(Kind.STEP, stage, bucket, rank, "device_step", [gradient, verdict, *readers])
 
 
 def _next_uses(ranges: Sequence[tuple[int, int]]) -> list[int]:

@@ -169,10 +169,14 @@ class _Account:
         )
         readers = [layout.forward[0]] if layout.forward else []
         readers += [layout.backward[0], layout.backward[-1]]
+        held = [i for s in layout.backward if s.rank == rank for i in s.layers if program.is_held(i)]
         tokens = sum(stage.rank == rank for stage in readers) * min(program.options.token_slots, microbatches)
         return {
             "weights": sum(weight_slots.values()),
             "gradients": sum(gradient_slots.values()),
+            "weights, gradients and optimizer state of held layers": self.total(self.weights, held)
+            + self.total(self.gradients, held)
+            + 12 * self.total(self.weights, held) // self.element_bytes,
             "stage inputs": num_inputs * boundary,
             "received messages": sum(rings.values()) * boundary,
             "unsent messages": sum(sends.values()) * boundary,
@@ -197,7 +201,8 @@ class _Account:
         layout = self.program.layout
         layers = [i for s in layout.backward if s.rank == rank for i in s.layers]
         owned = self.total(self.weights, layers)
-        state = 12 * owned // self.element_bytes
+        held = self.total(self.weights, [i for i in layers if self.program.is_held(i)])
+        state = 12 * (owned - held) // self.element_bytes
         if self.model.tied_embeddings and self.model.num_total_layers - 1 in layers:
             tied = self.model.vocab_size * self.model.hidden_size
             owned -= aligned(tied * self.element_bytes)

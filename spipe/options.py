@@ -1,8 +1,8 @@
 """Options of lowering: everything about a plan that is neither layout nor compute order."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from spipe.units import Spec
 
@@ -20,6 +20,9 @@ class Options(Spec):
     """``deadline``: of the gradients there, step the layers needed first in the next training step."""
     optimizer_workers: int = Field(default=1, ge=1, le=65536)
     """STEPs of a rank that may run at a time; they share its cores and the host's memory bandwidth."""
+    device_layers: int = Field(default=0, ge=0, le=65536)
+    """So many of the lowest layers have weights and optimizer state on the accelerator that runs their backward, and are
+    stepped there once the verdict is known. Tied embedding and head stay on the host."""
     bucket_layers: int = Field(default=1, ge=0, le=65536)
     """Layers per FETCH, OFFLOAD_GRAD and STEP; 0 for whole stages."""
     reuse_weights: bool = True
@@ -40,3 +43,12 @@ class Options(Spec):
     """``sync``: a rank computes on only after it has sent the stage inputs it produced (route ``p2p`` only)."""
     stage_input_slots: int = Field(default=2, ge=1, le=65536)
     """Stage inputs that a GPU loads ahead from host memory (route ``host`` only)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.device_layers and self.bucket_layers != 1:
+            raise ValueError(
+                f"device_layers = {self.device_layers} needs bucket_layers = 1, got {self.bucket_layers}: what is held "
+                "is decided layer by layer"
+            )
+        return self

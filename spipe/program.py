@@ -16,7 +16,7 @@ from spipe.options import Options
 
 Discipline = Literal["in order", "deadline"]
 
-RANK_LANES = ("compute", "h2d", "d2h", "h2d_in", "d2h_in", "cpu", "settle", "control")
+RANK_LANES = ("compute", "h2d", "d2h", "h2d_in", "d2h_in", "cpu", "device_step", "settle", "control")
 PEER_LANES = ("p2p", "p2p_in")
 
 
@@ -93,6 +93,20 @@ class Program:
         """Layers of a stage number; empty for a rank-wide pseudo-stage."""
         stages = (*self.layout.forward, *self.layout.backward)
         return stages[stage].layers if stage < len(stages) else range(0)
+
+    def is_held(self, layer: int) -> bool:
+        """Whether the layer's weights and optimizer state lie on the accelerator of the rank that runs its backward."""
+        tied = self.tied and layer in (0, self.layout.num_layers - 1)
+        return layer < self.options.device_layers and not tied
+
+    def reads_held(self, i: int) -> bool:
+        """Whether weight op ``i`` is about a layer that its own rank's accelerator holds."""
+        layers = self.buckets[self.stage[i]][self.index[i]]
+        return self.is_held(layers.start) and self.owner(layers.start) == self.rank[i]
+
+    def owner(self, layer: int) -> int:
+        """The rank that runs the layer's backward: its gradients and optimizer state are there, or on its host."""
+        return next(stage.rank for stage in self.layout.backward if layer in stage.layers)
 
     def op(self, i: int) -> Op:
         """Op ``i`` as an object."""

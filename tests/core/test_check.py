@@ -137,6 +137,30 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         r"FETCH F0 b0 v0 .* weights slot \d of the step before",
     ),
     "a weight slot too many": (changed("slot", "FREE F0 v0", 5), r"FREE F0 v0 .* uses weight slot 5 of 2"),
+    "a step on a device before the verdict": (
+        without_dependency("STEP B1 b0", "VALIDATE R0"),
+        r"STEP B1 b0 .* the verdict \(it cannot be undone\)",
+    ),
+    "weights of a device stored before their step": (
+        without_dependency("STORE_WEIGHTS B1 b0", "STEP B1 b0"),
+        r"STORE_WEIGHTS B1 b0 .* the weights it stores",
+    ),
+    "weights of a device replaced while they are stored": (
+        without_carried("STEP B1 b0", Kind.STORE_WEIGHTS),
+        r"STEP B1 b0 .* may replace weights that STORE_WEIGHTS B1 b0",
+    ),
+    "weights of a device replaced while they are copied": (
+        without_dependency("STEP B1 b0", "FETCH B1 b0 v4"),
+        r"STEP B1 b0 .* a copy of the weights it replaces",
+    ),
+    "stale weights of a layer on another rank's device": (
+        without_carried("FETCH F0 b1 v0", Kind.STORE_WEIGHTS),
+        r"FETCH F0 b1 v0 .* may read stale weights: it does not wait for STORE_WEIGHTS",
+    ),
+    "weights that a device does not store": (
+        changed("kind", "STORE_WEIGHTS B1 b0", Kind.FREE),
+        r"STORE_WEIGHTS of B1 index 0 occurs 0 times",
+    ),
     "a gradient slab taken too early": (
         without_dependency("BACKWARD B1 m0", "OFFLOAD_GRAD B5 b0"),
         r"BACKWARD B1 m0 .* gradient slab slot \d to be free",
@@ -147,7 +171,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found_and_named(fault: str) -> None:
     plant, message = FAULTS[fault]
-    program = sound()
+    program = sound(device_layers=4 if "device" in fault else 0)
     assert check(program) == []
     with pytest.raises(SpipeError, match=message):
         require(plant(program))

@@ -114,6 +114,8 @@ OPTIONS = [
     {"receive_slots": 1, "send_slots": 1, "token_slots": 1},
     {"gradient_slots": 1, "bucket_layers": 2},
     {"stage_input_route": "host", "stage_input_slots": 1},
+    {"device_layers": 4},
+    {"device_layers": 8, "optimizer": "sync", "stage_input_route": "host"},
 ]
 
 
@@ -166,13 +168,13 @@ def test_transports_agree(run_plan: Callable[..., RunResult], small_plan: Callab
 
 
 @pytest.mark.parametrize("case", [("spipe", 4, 1, 2, 5), ("1f1b", 2, 2, 2, 4)], ids=str)
-@pytest.mark.parametrize("route", ["p2p", "host"])
+@pytest.mark.parametrize("options", [{}, {"stage_input_route": "host"}, {"device_layers": 5}], ids=str)
 def test_late_and_poisoned_buffers_do_not_change_a_bit(
-    run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan], case: tuple[Any, ...], route: str
+    run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan], case: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
     """Every buffer is NaN once its content was used; every op starts a random time late."""
     schedule, ranks, forward, backward, microbatches = case
-    plan = small_plan(ranks, schedule, forward, backward, microbatches, tied=True, options={"stage_input_route": route})
+    plan = small_plan(ranks, schedule, forward, backward, microbatches, tied=True, options=options)
     assert_equal(plan, run_plan(plan, 5, hooks=TestHooks(poison=True, delay_s=0.02)), 5)
 
 

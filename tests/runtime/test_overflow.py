@@ -19,14 +19,13 @@ BAD_STEP = 2
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("place", ["first to finish", "middle", "last to finish"])
-@pytest.mark.parametrize("optimizer", ["async", "sync"])
+@pytest.mark.parametrize("optimizer", ["async", "sync", "device"])
 def test_an_infinite_gradient_changes_nothing_but_the_loss_scale(
     run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan], precision: str, place: str, optimizer: str
 ) -> None:
     scale = {"initial": 1024.0, "window": 2}
-    plan = small_plan(
-        2, backward=2, microbatches=2, precision=precision, loss_scale=scale, options={"optimizer": optimizer}
-    )
+    options = {"device_layers": 8} if optimizer == "device" else {"optimizer": optimizer}
+    plan = small_plan(2, backward=2, microbatches=2, precision=precision, loss_scale=scale, options=options)
     stages = plan.layout.backward
     k = {"first to finish": len(stages) - 1, "middle": 1, "last to finish": 0}[place]
     reference = Reference(plan, overflow=((BAD_STEP, stages[k].first),)).run(STEPS)
@@ -44,7 +43,7 @@ def test_an_infinite_gradient_changes_nothing_but_the_loss_scale(
     assert any(f"step {BAD_STEP}" in row.get("message", "") for row in messages)
     notes = Trace.load(result.output / "trace.json").notes
     assert {step for step, _ in notes} <= {BAD_STEP}
-    if optimizer == "sync":
+    if optimizer in ("sync", "device"):
         assert set(notes.values()) == {"bypass"}
 
 

@@ -69,8 +69,8 @@ class Device(Protocol):
     def require_memory(self, items: Mapping[str, int], sharers: int) -> None:
         """Raises SpipeError unless the device has room for what ``sharers`` ranks put on it."""
 
-    def peak_bytes(self) -> int:
-        """Most memory of its own that the device had in use; 0 if it has none."""
+    def peak_bytes(self) -> tuple[int, int]:
+        """Most memory of its own that the device had in use and reserved; 0 if it has none."""
 
     def close(self) -> None:
         """Release what the device holds."""
@@ -112,8 +112,8 @@ class CpuDevice:
 
     def require_memory(self, items: Mapping[str, int], sharers: int) -> None: ...  # counted as host memory
 
-    def peak_bytes(self) -> int:
-        return 0
+    def peak_bytes(self) -> tuple[int, int]:
+        return 0, 0
 
     def close(self) -> None: ...
 
@@ -285,8 +285,8 @@ class CudaDevice:
                 "Use a smaller microbatch, finer stages or more ranks"
             )
 
-    def peak_bytes(self) -> int:
-        return int(cuda.max_memory_allocated(self.device))
+    def peak_bytes(self) -> tuple[int, int]:
+        return int(cuda.max_memory_allocated(self.device)), int(cuda.max_memory_reserved(self.device))
 
     def close(self) -> None:
         runtime = cuda.cudart()

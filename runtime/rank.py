@@ -114,7 +114,8 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
             if reporter:
                 reporter.join()
     device.resolve_times(store, job.traced_from)
-    store.peaks[rank] = device.peak_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    used, reserved = device.peak_bytes()
+    store.peaks[rank] = used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, reserved
     if job.dump_state:
         _dump_part(job, rank, store, masters)
     settlement.meet("phase", 2)

@@ -106,6 +106,7 @@ def write_results(job: Job, store: Store, settlement: Settlement, about: dict[st
         "num_updates": settlement.scaling[job.steps].num_updates,
         "num_ranks": job.num_ranks,
         "peak_device_bytes": [int(peak) for peak in store.peaks[:, 0]],
+        "peak_reserved_bytes": [int(peak) for peak in store.peaks[:, 2]],
         "peak_resident_bytes": [int(peak) for peak in store.peaks[:, 1]],
         "ops_per_step": {Kind(kind).name: n for kind, n in sorted(Counter(program.kind).items())},
         "traced_steps": [job.traced_from, job.steps],

@@ -115,7 +115,7 @@ class StoreLayout:
         self.statistics = region.add(8 * 2 * 2 * sum(map(len, self.table.layers)))
         self.losses = region.add(8 * steps)
         self.step_ends = region.add(8 * (steps + 1) * num_ranks)
-        self.peaks = region.add(8 * 2 * num_ranks)
+        self.peaks = region.add(8 * 3 * num_ranks)
         self.times = region.add(8 * 4 * trace_steps * num_ops)
         self.control_bytes = region.num_bytes
         page = 4096
@@ -180,7 +180,7 @@ class Store:
         self.losses = self._doubles(layout.losses, (-1,))
         self.step_ends = self._doubles(layout.step_ends, (layout.steps + 1, layout.num_ranks))
         """End of each step's VALIDATE per rank, seconds of the monotonic clock; row 0: start of the job."""
-        self.peaks = self._doubles(layout.peaks, (layout.num_ranks, 2))
+        self.peaks = self._doubles(layout.peaks, (layout.num_ranks, 3))
         """Per rank: most bytes of device memory, most resident bytes of its process."""
         self.times = self._doubles(layout.times, (layout.trace_steps, layout.num_ops, 4))
         """Per traced step and op: start, end, processor seconds, code of the note."""

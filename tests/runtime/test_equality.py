@@ -179,11 +179,27 @@ def test_late_and_poisoned_buffers_do_not_change_a_bit(
 
 
 def test_the_comparison_can_fail(small_plan: Callable[..., Plan]) -> None:
-    """Another number of threads is enough to change bits in matrices this large."""
+    """The smallest change of the learning rate is seen, and another number of threads where the processor's is."""
     model = ModelSpec(name="wide", num_layers=1, hidden_size=512, ffn_size=1024, num_heads=4, vocab_size=256)
-    one, two = (
-        Reference(small_plan(1, backward=1, model=model, sequence=128, microbatches=1, compute_threads=threads)).run(2)
-        for threads in (1, 2)
-    )
-    assert differences(one.state, two.state)
-    assert not differences(one.state, one.state)
+
+    def state(learning_rate: float = 1e-3, threads: int = 1) -> dict[str, torch.Tensor]:
+        shape = {"model": model, "sequence": 128, "microbatches": 1, "compute_threads": threads}
+        plan = small_plan(1, backward=1, optimizer={"learning_rate": learning_rate}, **shape)
+        return Reference(plan).run(2).state
+
+    one = state()
+    assert not differences(one, state())
+    assert differences(one, state(learning_rate=1e-3 * (1 + 2**-23)))
+    if _threads_change_bits():
+        assert differences(one, state(threads=2))
+
+
+def _threads_change_bits() -> bool:
+    """Whether a product as in a backward pass has other bits with two threads; not so on every processor."""
+    a, b = torch.randn(128, 512), torch.randn(128, 1024)
+    products = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        products.append(a.T @ b)
+    torch.set_num_threads(1)
+    return not torch.equal(*products)

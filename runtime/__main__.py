@@ -31,6 +31,7 @@ class World:
 def main(arguments: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
     """Run this process's rank; returns the exit code: 0, 1 for a failed run, 2 for bad input. Rank 0 speaks."""
     options = _parse(arguments)
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     try:
         world = _join(environment)
     except SpipeError as error:

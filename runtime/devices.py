@@ -11,6 +11,7 @@ has been issued, because every op of a step depends on a VALIDATE or on slots of
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -20,6 +21,7 @@ import torch
 
 from spipe import _native
 from spipe.errors import SpipeError
+from spipe.memory import memory
 from spipe.plan import Plan
 from spipe.program import Program
 from spipe.runtime.region import Region, Span, bytes_of
@@ -69,6 +71,9 @@ class Device(Protocol):
     def require_memory(self, items: Mapping[str, int], sharers: int) -> None:
         """Raises SpipeError unless the device has room for what ``sharers`` ranks put on it."""
 
+    def out_of_memory(self, plan: Plan, rank: int, error: BaseException) -> str:
+        """What to say when an allocation failed: what the plan gave each item, and what to change."""
+
     def peak_bytes(self) -> tuple[int, int]:
         """Most memory of its own that the device had in use and reserved; 0 if it has none."""
 
@@ -111,6 +116,9 @@ class CpuDevice:
         return None
 
     def require_memory(self, items: Mapping[str, int], sharers: int) -> None: ...  # counted as host memory
+
+    def out_of_memory(self, plan: Plan, rank: int, error: BaseException) -> str:
+        return f"out of memory: {error}"
 
     def peak_bytes(self) -> tuple[int, int]:
         return 0, 0
@@ -285,6 +293,19 @@ class CudaDevice:
                 "Use a smaller microbatch, finer stages or more ranks"
             )
 
+    def out_of_memory(self, plan: Plan, rank: int, error: BaseException) -> str:
+        items = memory(plan).ranks[rank]
+        arena = "recompute and backward"
+        planned, in_use = sum(items.values()), int(cuda.memory_allocated(self.device))
+        fixed = planned - items[arena]
+        return (
+            f"{self.summary} is out of memory: {in_use / 2**30:.3f} GiB are in use, of which the plan gives "
+            f"{fixed / 2**30:.3f} GiB to buffers and {items[arena] / 2**30:.3f} GiB to {arena!r}, "
+            f"{planned / 2**30:.3f} GiB in all; {max(in_use - fixed, 0) / 2**30:.3f} GiB of the latter were taken when "
+            f"the allocation failed ({str(error).splitlines()[0]}). Use a smaller microbatch, finer backward stages, "
+            "stage_input_route = host, fewer device_layers, or plan for more device memory"
+        )
+
     def peak_bytes(self) -> tuple[int, int]:
         return int(cuda.max_memory_allocated(self.device)), int(cuda.max_memory_reserved(self.device))
 
@@ -293,6 +314,19 @@ class CudaDevice:
         for pointer in self._registered:
             runtime.cudaHostUnregister(pointer)
         self._registered.clear()
+
+
+def start_autograd(device: torch.device) -> None:
+    """Autograd's thread for the device gets its CUDA context now; matrix libraries warn if they need it first."""
+    if device.type != "cpu":
+        (torch.zeros(1, device=device, requires_grad=True) * 2).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def set_deterministic(wanted: bool) -> None:
+    """Only kernels that give the same bits every time, or (again) whichever are fastest; before CUDA's first use."""
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
 
 
 def require_device(kind: str) -> None:
@@ -308,6 +342,7 @@ def make_device(plan: Plan, rank: int) -> Device:
     """The device of a rank. Ranks beyond the number of CUDA devices share them, round-robin."""
     if plan.hardware.device == "cpu":
         return CpuDevice(plan.compute_threads)
+    set_deterministic(plan.deterministic)
     index = rank % max(cuda.device_count(), 1)
     return CudaDevice(plan.program(), rank, index, plan.hardware.accelerator.memory_bytes)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import inf
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from spipe._native import AbortedError, Flags
@@ -117,6 +118,8 @@ class Executor:
         """Tell all ranks why the run cannot go on."""
         op, step = current
         reason = f"{type(error).__name__}: {error}" if not isinstance(error, SpipeError) else str(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            reason = self.device.out_of_memory(self.handlers.plan, self.rank, error)
         where = traceback.extract_tb(error.__traceback__)[-1]
         self.store.write_error(
             self.rank,

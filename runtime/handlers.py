@@ -50,6 +50,7 @@ class Handlers:
         self.rotary = layers.RotaryTable.build(
             plan.model, plan.sequence, DTYPES[plan.precision], torch.device(device.device)
         )
+        self.block = torch.compile(layers.block, dynamic=False) if plan.compile_layers else layers.block
         self.num_forward = len(program.layout.forward)
         self.top = self.num_forward + len(program.layout.backward) - 1
         self.same_dtype = plan.gradient_dtype == plan.precision
@@ -114,7 +115,7 @@ class Handlers:
             else:
                 assert x is not None
                 if kind == "block":
-                    x = layers.block(parameters, x, self.model, self.rotary)
+                    x = self.block(parameters, x, self.model, self.rotary)
                 else:
                     # A forward stage that reaches the head does its work for nothing, as the published schedules do:
                     # the loss that counts is the recomputed one.

@@ -34,6 +34,8 @@ class RankProcesses:
         self.pipes: list[Any] = []
         self._num_jobs = 0
         environment = dict(os.environ)
+        # Memory that one op frees has to serve the next op's tensors, whatever their sizes.
+        environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         roots = [str(Path(spipe.__file__).parent.parent), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, roots))
         for _ in range(num_ranks):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,9 +109,52 @@ def _norm(x: Tensor, weight: Tensor, model: ModelSpec) -> Tensor:
 
 
 def head(p: Parameters, x: Tensor, labels: Tensor, model: ModelSpec) -> Tensor:
-    """Final norm, LM head and cross entropy: activations (b, s, h), labels (b, s) -> mean loss over tokens, fp32."""
-    logits = F.linear(_norm(x, p["norm.weight"], model), p["lm_head.weight"])
+    """Final norm, LM head and cross entropy: activations (b, s, h), labels (b, s) -> mean loss over tokens, fp32.
+
+    Where all logits together would be too many (``ModelSpec.loss_chunk_tokens``), they exist only a part at a time.
+    """
+    x = _norm(x, p["norm.weight"], model)
+    chunk = model.loss_chunk_tokens(labels.numel())
+    if chunk < labels.numel():
+        loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), p["lm_head.weight"], labels.flatten(), chunk)  # type: ignore[no-untyped-call]
+        return loss
+    logits = F.linear(x, p["lm_head.weight"])
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Mean cross entropy of x (T, h) times weight (V, h) transposed against labels (T,), ``chunk`` tokens at a time.
+
+    Backward computes the logits again, so that (chunk, V) of them is all that ever exists.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+        log_sums = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        total = torch.zeros((), dtype=torch.float32, device=x.device)
+        for rows in _chunks(len(x), chunk):
+            logits = F.linear(x[rows], weight).float()
+            log_sums[rows] = logits.logsumexp(dim=1)
+            total += (log_sums[rows] - logits.gather(1, labels[rows, None])[:, 0]).sum()
+        ctx.save_for_backward(x, weight, labels, log_sums)
+        ctx.chunk = chunk
+        return total / len(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, labels, log_sums = ctx.saved_tensors
+        dx, dweight = torch.empty_like(x), torch.zeros_like(weight)
+        for rows in _chunks(len(x), ctx.chunk):
+            p = F.linear(x[rows], weight).float().sub_(log_sums[rows, None]).exp_()
+            p.scatter_add_(1, labels[rows, None], p.new_full((len(p), 1), -1.0))
+            d = p.mul_(gradient / len(x)).to(weight.dtype)
+            dx[rows] = d @ weight
+            dweight.addmm_(d.T, x[rows])
+        return dx, dweight, None, None
+
+
+def _chunks(count: int, chunk: int) -> list[slice]:
+    return [slice(first, min(first + chunk, count)) for first in range(0, count, chunk)]
 
 
 def initialize(model: ModelSpec, seed: int, layer: int, name: str, out: Tensor, num_threads: int = 1) -> None:

@@ -14,7 +14,7 @@ from spipe import _native
 from spipe.errors import SpipeError
 from spipe.memory import memory
 from spipe.runtime.data import Corpus
-from spipe.runtime.devices import make_device, ranks_per_device
+from spipe.runtime.devices import make_device, ranks_per_device, start_autograd
 from spipe.runtime.executor import Executor, Watchdog
 from spipe.runtime.failure import AbortedRunError, RunFailedError
 from spipe.runtime.handlers import Handlers
@@ -78,6 +78,7 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
     plan, program, num_ranks = job.plan, job.plan.program(), job.num_ranks
     kind = plan.hardware.device
     device, sharers = make_device(plan, rank), ranks_per_device(plan)
+    start_autograd(device.device)
     device.require_memory(memory(plan).ranks[rank], sharers)
     name = choose_transport(job.transport, kind, num_ranks, sharers > 1)
     threads = plan.optimizer_threads or max(1, _native.features()["usable_cores"] // num_ranks)

@@ -18,6 +18,8 @@ LayerKind = Literal["embedding", "block", "head"]
 PassName = Literal["forward", "recompute", "backward"]
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
+MAX_LOGITS = 2**28
+"""Logits that may exist at a time: 1 GiB of them in fp32."""
 LAYER_KINDS: tuple[LayerKind, ...] = ("embedding", "block", "head")
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 # Operations of a pass in units of the forward pass.
@@ -195,6 +197,10 @@ class ModelSpec(Spec):
     def boundary_bytes(self, num_sequences: int, sequence: int, element_bytes: int) -> int:
         """An activation (or its gradient) between two layers."""
         return num_sequences * sequence * self.hidden_size * element_bytes
+
+    def loss_chunk_tokens(self, tokens: int) -> int:
+        """Tokens whose logits are computed at a time: all of them, or so many that they are MAX_LOGITS elements."""
+        return tokens if tokens * self.vocab_size <= MAX_LOGITS else max(1, MAX_LOGITS // self.vocab_size)
 
     def layer_activation_bytes(self, kind: LayerKind, num_sequences: int, sequence: int, element_bytes: int) -> int:
         """Estimate of what autograd saves in one layer between recompute and backward (attention without a score

@@ -21,8 +21,8 @@ class Options(Spec):
     optimizer_workers: int = Field(default=1, ge=1, le=65536)
     """STEPs of a rank that may run at a time; they share its cores and the host's memory bandwidth."""
     device_layers: int = Field(default=0, ge=0, le=65536)
-    """So many of the lowest layers have weights and optimizer state on the accelerator that runs their backward, and are
-    stepped there once the verdict is known. Tied embedding and head stay on the host."""
+    """So many of the lowest layers have weights and optimizer state on the accelerator that runs their backward; they
+    are stepped there, once the verdict is known. Tied embedding and head stay on the host."""
     bucket_layers: int = Field(default=1, ge=0, le=65536)
     """Layers per FETCH, OFFLOAD_GRAD and STEP; 0 for whole stages."""
     reuse_weights: bool = True

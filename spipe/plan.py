@@ -115,6 +115,10 @@ class Plan(Spec):
     optimizer_threads: Annotated[int, Field(strict=True, ge=0, le=4096)] = 0
     """CPU threads of a rank's optimizer; 0: the host's cores shared out over its ranks."""
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
+    deterministic: bool = False
+    """Device ``cuda``: only kernels whose result does not change from run to run; slower."""
+    compile_layers: bool = False
+    """Device ``cuda``: blocks go through ``torch.compile``, one graph for all; the first steps are slow."""
     predicted: dict[str, Finite] | None = None
     """Metrics of the simulation that chose this plan."""
 
@@ -133,6 +137,12 @@ class Plan(Spec):
                 f"the layout uses {self.layout.num_ranks} ranks, but {self.hardware.name} has {self.hardware.num_ranks}"
             )
         self.layout.layout()
+        for name in ("deterministic", "compile_layers"):
+            if getattr(self, name) and self.hardware.device != "cuda":
+                raise SpipeError(
+                    f"{name} = true is for device cuda; {self.hardware.name} has device {self.hardware.device}, where "
+                    "results never change from run to run and layers run as they are: leave it out"
+                )
         return self
 
     @property

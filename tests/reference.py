@@ -28,6 +28,8 @@ class Reference:
     skipped: list[int] = field(default_factory=list)
     overflow: tuple[tuple[int, int], ...] = ()
     """(step, layer): make the first gradient element of the layer infinite."""
+    device: str = "cpu"
+    """Where losses and gradients are computed; the optimizer is on the CPU."""
 
     def __post_init__(self) -> None:
         plan, model = self.plan, self.plan.model
@@ -46,7 +48,7 @@ class Reference:
                     self.masters[i, name] = master
                     self.first[i, name], self.second[i, name] = torch.zeros(shape), torch.zeros(shape)
                     self.weights[i, name] = master.to(self.dtype)
-        self.rotary = layers.RotaryTable.build(model, plan.sequence, self.dtype, torch.device("cpu"))
+        self.rotary = layers.RotaryTable.build(model, plan.sequence, self.dtype, torch.device(self.device))
         self.scale = plan.loss_scale.initial if plan.precision == "fp16" else 1.0
         self.updates = self.good_steps = 0
 
@@ -67,21 +69,21 @@ class Reference:
         plan, model = self.plan, self.plan.model
         uses: list[dict[str, torch.Tensor]] = [
             {
-                n: self.weights[self.alias.get((i, n), (i, n))].clone().requires_grad_()
+                n: self.weights[self.alias.get((i, n), (i, n))].to(self.device, copy=True).requires_grad_()
                 for n in model.parameter_shapes(k)
             }
             for i, k in enumerate(self.kinds)
         ]
         totals = {
-            (i, n): torch.zeros(use.shape, dtype=self.gradient_dtype)
+            (i, n): torch.zeros(use.shape, dtype=self.gradient_dtype, device=self.device)
             for i, p in enumerate(uses)
             for n, use in p.items()
         }
         losses = []
         for m in range(plan.num_microbatches):
             tokens = torch.from_numpy(self.corpus.batch(plan.seed, step, m, plan.microbatch_size, plan.sequence))
-            loss = self.loss(uses, tokens)
-            loss.backward(torch.tensor(self.scale / plan.num_microbatches))
+            loss = self.loss(uses, tokens.to(self.device))
+            loss.backward(torch.tensor(self.scale / plan.num_microbatches, device=self.device))
             losses.append(float(loss.detach()))
             for (i, n), total in totals.items():
                 total.add_(uses[i][n].grad)
@@ -90,7 +92,7 @@ class Reference:
         for when, layer in self.overflow:
             if when == step:
                 next(total for (i, _), total in totals.items() if i == layer).view(-1)[0] = float("inf")
-        return totals
+        return {key: total.cpu() for key, total in totals.items()}
 
     def step(self) -> None:
         """One training step; nothing but the loss scale changes if a gradient is not finite."""

@@ -60,7 +60,7 @@ def small_plan() -> Callable[..., Plan]:
         fields = {"precision": "fp32", "sequence": 32, "microbatch_size": 2, **fields}
         return make_plan(
             model.model_copy(update={"tied_embeddings": True}) if tied else model,
-            load_hardware("laptop"),
+            fields.pop("hardware", None) or load_hardware("laptop"),
             schedule=schedule,
             num_ranks=num_ranks,
             forward_stages=forward,

@@ -109,7 +109,7 @@ class WatchedDevice(CudaDevice):
 
 
 @pytest.mark.parametrize("case", [("spipe", 2, 1, 3, 4), ("1f1b", 2, 2, 2, 4), ("spipe", 1, 2, 4, 3)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"stage_input_route": "host", "barrier": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"stage_input_route": "host", "barrier": True}, {"device_layers": 4}], ids=str)
 def test_every_wait_is_for_the_right_event(
     small_plan: Callable[..., Plan],
     monkeypatch: pytest.MonkeyPatch,

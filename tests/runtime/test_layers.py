@@ -19,6 +19,30 @@ MODEL = ModelSpec(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize(("tokens", "chunk"), [(12, 5), (12, 4), (7, 1)])
+def test_a_loss_in_chunks_equals_the_whole(monkeypatch: pytest.MonkeyPatch, tokens: int, chunk: int) -> None:
+    """Loss and gradients, in float64 precision of the comparison; a chunk holds ``chunk`` tokens."""
+    monkeypatch.setattr("spipe.model.MAX_LOGITS", chunk * 50 + 49)
+    model = ModelSpec(name="m", num_layers=1, hidden_size=16, ffn_size=16, num_heads=2, vocab_size=50)
+    assert model.loss_chunk_tokens(tokens) == chunk
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn((1, tokens, 16), generator=generator)
+    weight, norm = torch.randn((50, 16), generator=generator), torch.rand(16, generator=generator)
+    labels = torch.randint(0, 50, (1, tokens), generator=generator)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [tensor.to(dtype).clone().requires_grad_() for tensor in (x, norm, weight)]
+        if dtype is torch.float32:
+            loss = layers.head({"norm.weight": leaves[1], "lm_head.weight": leaves[2]}, leaves[0], labels, model)
+        else:
+            y = torch.nn.functional.rms_norm(leaves[0], (16,), leaves[1], model.norm_epsilon)
+            loss = torch.nn.functional.cross_entropy((y @ leaves[2].T).flatten(0, 1), labels.flatten())
+        (loss * 7).backward()
+        found.append([loss.detach().double(), *(leaf.grad.double() for leaf in leaves if leaf.grad is not None)])
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-6)
+
+
 def _parameters(model: ModelSpec, kind: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     shapes = model.parameter_shapes(kind)  # type: ignore[arg-type]

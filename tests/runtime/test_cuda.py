@@ -1,0 +1,93 @@
+"""Runs on a CUDA device: the losses of a plain loop, the same bits from any layout, overflow as on the CPU."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reference import Reference, differences
+
+from spipe.hardware import load_hardware
+from spipe.model import ModelSpec
+from spipe.plan import Plan
+from spipe.runtime import RunResult
+from spipe.runtime.hooks import TestHooks
+
+pytestmark = pytest.mark.gpu
+# Rank processes are used for many runs, and cuBLAS reads this only once.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+MODEL = ModelSpec(name="gpu", num_layers=6, hidden_size=256, ffn_size=704, num_heads=4, vocab_size=320)
+
+
+@pytest.fixture
+def gpu_plan(small_plan: Callable[..., Plan]) -> Callable[..., Plan]:
+    """A plan whose ranks share what CUDA devices there are."""
+
+    def make(num_ranks: int = 1, **fields: Any) -> Plan:
+        hardware = load_hardware("h200x2")
+        shape = {"model": MODEL, "sequence": 128, "microbatches": 4, "optimizer": {"learning_rate": 1e-3}}
+        return small_plan(num_ranks, hardware=hardware, **(shape | fields))
+
+    return make
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 1e-2)])
+@pytest.mark.parametrize("options", [{}, {"device_layers": 3, "stage_input_route": "host"}], ids=str)
+def test_losses_of_a_plain_loop(
+    run_plan: Callable[..., RunResult], gpu_plan: Callable[..., Plan], precision: str, tolerance: float,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    plan = gpu_plan(precision=precision, options=options)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    reference = Reference(plan, device="cuda").run(20)
+    losses = run_plan(plan, 20).losses
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(reference.losses), rtol=tolerance, atol=0)
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_rank_two_ranks_and_every_option_have_the_same_bits(
+    run_plan: Callable[..., RunResult], gpu_plan: Callable[..., Plan], precision: str
+) -> None:
+    results = [
+        run_plan(gpu_plan(ranks, precision=precision, deterministic=True, options=options), 6)
+        for ranks, options in [
+            (1, {}),
+            (1, {"device_layers": 4}),
+            (2, {}),
+            (2, {"device_layers": 3, "stage_input_route": "host"}),
+            (2, {"optimizer": "sync", "weight_slots": 1}),
+        ]
+    ]
+    first = torch.load(results[0].output / "state.pt")
+    for result in results[1:]:
+        assert result.losses == results[0].losses
+        assert differences(torch.load(result.output / "state.pt"), first) == []
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, -1])
+@pytest.mark.parametrize("options", [{}, {"device_layers": 8}], ids=str)
+def test_an_infinite_gradient_changes_nothing(
+    run_plan: Callable[..., RunResult], gpu_plan: Callable[..., Plan], precision: str, stage: int,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    scale = {"initial": 1024.0, "window": 100}
+    plan = gpu_plan(precision=precision, deterministic=True, loss_scale=scale, options=options)
+    k = range(len(plan.layout.backward))[stage]
+    result = run_plan(plan, 4, hooks=TestHooks(overflow=((2, k),)))
+    assert result.skipped_steps == [2]
+    assert result.summary["num_updates"] == 3
+    assert result.summary["loss_scale"] == (512.0 if precision == "fp16" else 1.0)
+    three = run_plan(plan, 2)  # what two good steps come to
+    state, before = torch.load(result.output / "state.pt"), torch.load(three.output / "state.pt")
+    assert differences(state, before), "the step after the bad one has changed nothing"
+    bad_last = run_plan(plan, 3, hooks=TestHooks(overflow=((2, k),)))
+    assert differences(torch.load(bad_last.output / "state.pt"), before) == []
+
+
+def test_blocks_can_be_compiled(run_plan: Callable[..., RunResult], gpu_plan: Callable[..., Plan]) -> None:
+    plain, compiled = (run_plan(gpu_plan(precision="bf16", compile_layers=wanted), 4) for wanted in (False, True))
+    torch.testing.assert_close(torch.tensor(compiled.losses), torch.tensor(plain.losses), rtol=1e-2, atol=0)

@@ -1,175 +1,651 @@
 #!/usr/bin/env python
-"""Train one model on one GPU with a memory cap, and hold the step time against what the GPU needs for the compute alone.
+"""Train one model with a cap on GPU memory: we first and last, and what else is installed in between.
 
-    python scripts/bench_train.py                        # 4.3 B parameters, 16 x 2048 tokens a step, 24 GiB
-    python scripts/bench_train.py --global-batch 4 --json small.json
+    python scripts/bench_train.py                                        # 4.3 B parameters, 16 x 2048 tokens, 24 GiB
+    python scripts/bench_train.py --systems ours,roundpipe --global-batch 4 --json small.json
+    python scripts/bench_train.py --check --systems ours                 # and our losses against a plain reference
+    python scripts/bench_train.py --gpus 2 --layers 32 --global-batch 32
 
-The compute ceiling is measured in the same run: every pass of an isolated layer, times the number of microbatches.
+Every system runs in processes of its own, on the same model, initial weights, tokens and cap; what fails becomes a row
+with an error. The compute ceiling is measured in the same run, before and after: every pass of an isolated layer, over
+and over for long enough that the clocks are those of a long run, times the number of microbatches.
+
+tokens/s, step     mean over the timed steps
+HFU                operations with recompute, over those of a bf16 matrix product measured in the same run
+of ceiling         compute ceiling over step time
+GPU                what the system takes for its tensors; in use: all of the device, contexts too, sampled
+host               sum of Pss over the system's processes, sampled; taken: by how much available memory fell
+exact              whether every step uses the weights of the step before (peers: by their documentation)
 """
 
+from __future__ import annotations
+
 import argparse
+import ctypes
+import datetime
 import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import pairwise
+from math import ceil
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
+import numpy as np
 import torch
+from peers import CORES, PEERS, Work, reference
 
 from spipe import runtime
-from spipe.hardware import HardwareSpec, load_hardware
+from spipe.errors import SpipeError
+from spipe.hardware import load_hardware
 from spipe.layout import Layout, Stage
+from spipe.memory import memory
 from spipe.metrics import analyse
 from spipe.model import ModelSpec
 from spipe.ops import COMPUTE
-from spipe.plan import Plan, make_plan, relative_layer_costs
+from spipe.options import Options
+from spipe.plan import AdamW, Plan, make_plan, relative_layer_costs
 from spipe.runtime import layers
 from spipe.trace import Trace
 
+SYSTEMS = ("ours", *PEERS)
+LEARNING_RATE = 1e-5
+CHECK_LAYERS, CHECK_STEPS, CHECK_LEARNING_RATE = 4, 5, 1e-4
+SAMPLE_S, GRACE_S = 0.5, 5.0
+ROW = (
+    "system", "tokens_per_s", "step_s", "step_times_s", "gpu_peak_bytes", "gpu_used_bytes", "host_peak_bytes",
+    "host_taken_bytes", "exact", "hfu", "share_of_ceiling", "losses", "wall_s", "error",
+)  # fmt: skip
 
-def main() -> None:
+
+def main() -> int:
     given = arguments()
-    model = model_of(given)
-    hardware = load_hardware(given.hardware).override({"accelerator.memory_gib": given.cap})
-    plan = plan_of(given, model, hardware)
-    ceiling_s = compute_ceiling(plan)
-    row = run_ours(plan, given, ceiling_s)
-    print(json.dumps(row, indent=1))
-    if given.json:
-        Path(given.json).write_text(json.dumps({"rows": [row]}, indent=1) + "\n")
+    if given.worker:
+        work_in_this_process(*given.worker)
+    try:
+        systems, plan = systems_of(given), plan_of(given)
+        with output_folder(given.output) as folder:
+            Benchmark(given, plan, systems, folder).run()
+    except SpipeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (
         ("layers", 20), ("hidden", 4096), ("ffn", 11008), ("heads", 32), ("vocabulary", 32000), ("sequence", 2048),
-        ("microbatch", 2), ("global-batch", 16), ("steps", 6),
+        ("microbatch", 2), ("global-batch", 16), ("gpus", 1), ("steps", 3), ("warmup", 2),
     ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--cap", type=float, default=24.0, help="GiB of GPU memory")
-    parser.add_argument("--hardware", default="h200x1")
-    parser.add_argument("--options", default="{}", help="JSON: options of the plan that differ from the defaults")
-    parser.add_argument("--json", help="write the rows here")
-    parser.add_argument("--output", help="keep the run directory here")
-    return parser.parse_args()
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--cap", type=float, default=24.0, help="GiB of memory on each GPU (default 24)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="which, in this order (default: %(default)s)")
+    parser.add_argument("--hardware", help="our plan's hardware; default h200xN, laptop on the CPU")
+    parser.add_argument("--plan", help="our plan (a file); default: a stage per block, or a search for several GPUs")
+    parser.add_argument("--options", default="{}", help="JSON: options of our plan that differ from the defaults")
+    parser.add_argument("--check", action="store_true", help="also train 4 layers and compare with a plain reference")
+    parser.add_argument("--gaps", type=int, default=12, help="how many gaps of our compute lane to show (default 12)")
+    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for each system (default 300)")
+    parser.add_argument("--json", type=Path, help="write everything here, after every system")
+    parser.add_argument("--output", type=Path, help="keep runs, traces and logs in this new folder")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if min(given.gpus, given.steps) < 1 or min(given.warmup, given.gaps) < 0 or min(given.cap, given.time_limit) <= 0:
+        parser.error("--gpus and --steps start at 1, --warmup and --gaps at 0; --cap and --time-limit are positive")
+    return given
 
 
-def model_of(given: argparse.Namespace) -> ModelSpec:
-    return ModelSpec(
-        name="bench", num_layers=given.layers, hidden_size=given.hidden, ffn_size=given.ffn, num_heads=given.heads,
-        vocab_size=given.vocabulary,
+def systems_of(given: argparse.Namespace) -> list[str]:
+    """The systems in order, ours once more at the end if there is a peer."""
+    names = [name.strip() for name in given.systems.split(",")]
+    for name in names:
+        if name not in SYSTEMS:
+            raise SpipeError(f"--systems has {name!r}; choose from {', '.join(SYSTEMS)}")
+    peers = [name for name in names if name != "ours"]
+    if "ours" not in names:
+        return peers
+    return ["ours", *peers, "ours"] if peers else ["ours"]
+
+
+@contextmanager
+def output_folder(given: Path | None) -> Iterator[Path]:
+    if given is None:
+        with tempfile.TemporaryDirectory(prefix="bench-train-") as folder:
+            yield Path(folder)
+        return
+    if given.exists() and (not given.is_dir() or any(given.iterdir())):
+        raise SpipeError(f"--output {given} is there and not empty; give a new folder")
+    given.mkdir(parents=True, exist_ok=True)
+    yield given
+
+
+# Our plan: it also tells the other systems model, batch, precision, optimizer and cap.
+
+
+def plan_of(given: argparse.Namespace, num_layers: int | None = None, learning_rate: float = LEARNING_RATE) -> Plan:
+    """The plan that was given, or for one GPU a stage per block, or the search's for several."""
+    model = ModelSpec(
+        name="bench", num_layers=num_layers or given.layers, hidden_size=given.hidden, ffn_size=given.ffn,
+        num_heads=given.heads, vocab_size=given.vocabulary,
     )  # fmt: skip
+    hardware = load_hardware(given.hardware or ("laptop" if given.device == "cpu" else f"h200x{given.gpus}"))
+    hardware = hardware.override({"accelerator.memory_gib": given.cap})
+    if hardware.device != given.device:
+        raise SpipeError(f"--hardware {hardware.name} has device {hardware.device}, but --device is {given.device}")
+    try:
+        options = json.loads(given.options)
+    except ValueError as error:
+        raise SpipeError(f"--options {given.options!r} is not JSON ({error})") from None
+    if not isinstance(options, dict):
+        raise SpipeError(f"--options {given.options!r} should be a JSON object, such as '{{\"weight_slots\": 3}}'")
+    optimizer = AdamW(learning_rate=learning_rate)
+    if given.plan and num_layers is None:
+        plan = Plan.load(given.plan)
+        options = Options(**{**plan.options.model_dump(), **options})
+        plan = plan.model_copy(update={"hardware": hardware, "optimizer": optimizer, "options": options})
+        require_same_job(plan, model, given)
+        return plan
+    if given.global_batch % (given.microbatch * given.gpus):
+        raise SpipeError(
+            f"--global-batch {given.global_batch} should be a multiple of --microbatch {given.microbatch} times --gpus "
+            f"{given.gpus}: some systems give every GPU whole microbatches"
+        )
+    fields = {
+        "num_ranks": given.gpus, "global_batch": given.global_batch, "microbatch_size": given.microbatch,
+        "sequence": given.sequence, "precision": "fp32" if given.device == "cpu" else "bf16", "optimizer": optimizer,
+        "options": options,
+    }  # fmt: skip
+    if given.gpus > 1:
+        from spipe.sim import search
+
+        return search(model, hardware, **fields).plan
+    return make_plan(model, hardware, layout=stage_per_block(model, given.sequence), **fields)
 
 
-def plan_of(given: argparse.Namespace, model: ModelSpec, hardware: HardwareSpec) -> Plan:
+def stage_per_block(model: ModelSpec, sequence: int) -> Layout:
     """A stage per block; the embedding goes with the first, the head has one of its own, forward only below it."""
-    blocks = [Stage(0, 2, 0), *(Stage(i, i + 1, 0) for i in range(2, given.layers + 1))]
-    costs = relative_layer_costs(model, given.sequence)
-    layout = Layout(len(costs), 1, tuple(blocks), (*blocks, Stage(given.layers + 1, given.layers + 2, 0)), tuple(costs))
-    return make_plan(
-        model, hardware, num_ranks=1, layout=layout, global_batch=given.global_batch, microbatch_size=given.microbatch,
-        sequence=given.sequence, precision="bf16", options=json.loads(given.options),
-    )  # fmt: skip
+    last = model.num_layers
+    blocks = [Stage(0, 2, 0), *(Stage(i, i + 1, 0) for i in range(2, last + 1))]
+    costs = relative_layer_costs(model, sequence)
+    return Layout(len(costs), 1, tuple(blocks), (*blocks, Stage(last + 1, last + 2, 0)), tuple(costs))
 
 
-def compute_ceiling(plan: Plan) -> float:
-    """Seconds that the compute of a step takes when nothing else happens: isolated passes of every layer kind."""
-    model, device, dtype = plan.model, torch.device("cuda"), torch.bfloat16
-    shape = (plan.microbatch_size, plan.sequence, model.hidden_size)
-    rotary = layers.RotaryTable.build(model, plan.sequence, dtype, device)
+def require_same_job(plan: Plan, model: ModelSpec, given: argparse.Namespace) -> None:
+    """Raises SpipeError unless a plan from a file is for what the other systems are told to train."""
+    sizes = ("num_layers", "hidden_size", "ffn_size", "num_heads", "vocab_size")
+    theirs = {name: getattr(plan.model, name) for name in sizes}
+    theirs |= {"gpus": plan.layout.num_ranks, "sequence": plan.sequence, "microbatch": plan.microbatch_size}
+    asked = {name: getattr(model, name) for name in sizes}
+    asked |= {"gpus": given.gpus, "sequence": given.sequence, "microbatch": given.microbatch}
+    theirs["global_batch"], asked["global_batch"] = plan.global_batch, given.global_batch
+    wrong = [f"{name} = {theirs[name]} instead of {asked[name]}" for name in asked if theirs[name] != asked[name]]
+    if wrong:
+        raise SpipeError(f"{given.plan}: the plan has {', '.join(wrong)}; give the same numbers to this script")
 
-    def parameters(kind: Any) -> dict[str, torch.Tensor]:
-        shapes = model.parameter_shapes(kind).items()
+
+# The benchmark.
+
+
+@dataclass
+class Benchmark:
+    """Starts one system after another and keeps what they measure."""
+
+    given: argparse.Namespace
+    plan: Plan
+    systems: list[str]
+    folder: Path
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    ceilings: list[dict[str, Any]] = field(default_factory=list)
+    check: dict[str, Any] | None = None
+    num_started: int = 0
+
+    def run(self) -> None:
+        tokens = str(self.folder / "tokens.bin")
+        values = np.random.default_rng(0).integers(0, min(256, self.given.vocabulary), 1 << 20, dtype=np.uint8)
+        Path(tokens).write_bytes(values.tobytes())
+        if self.given.check:
+            self.check = self.checked()
+        self.ceilings.append(self.start("ceiling", self.plan, data=tokens))
+        for name in self.systems:
+            self.rows.append(self.row(name, tokens))
+            self.save()
+        self.ceilings.append(self.start("ceiling", self.plan, data=tokens))
+        self.save()
+        print(table(self.rows, self.result()))
+
+    def start(self, name: str, plan: Plan, *, data: str | None = None, steps: int | None = None) -> dict[str, Any]:
+        """Run a worker to its end; what it returns, or ``error``, and what was seen of it from outside."""
+        self.num_started += 1
+        stem = self.folder / f"{self.num_started}-{name}"
+        plan_file, result_file, log_file = (stem.with_suffix(end) for end in (".plan.json", ".result.json", ".log"))
+        plan.save(plan_file)
+        work = Work(
+            str(plan_file), steps or self.given.steps, 0 if steps else self.given.warmup, data, str(stem),
+            self.given.gaps,
+        )  # fmt: skip
+        work.save(stem.with_suffix(".work.json"))
+        begin = time.monotonic()
+        result: dict[str, Any] = {"error": missing(name)}
+        print(f"{time.strftime('%H:%M:%S')} {name}", end=" ", flush=True)
+        if not result["error"]:
+            worker = [__file__, "--worker", name, str(stem.with_suffix(".work.json")), str(result_file)]
+            with open(log_file, "w") as log:
+                process = subprocess.Popen(
+                    [*launcher(name, self.given.gpus), *worker],
+                    env=environment(name, self.given.gpus), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                )  # fmt: skip
+                seen = watch(process, self.given.time_limit)
+            result = result_of(process, result_file, log_file, seen.timed_out, self.given.time_limit)
+            result |= {
+                "gpu_used_bytes": seen.gpu_bytes, "host_peak_bytes": seen.host_bytes,
+                "host_taken_bytes": seen.host_taken_bytes,
+            }  # fmt: skip
+        result["wall_s"] = time.monotonic() - begin
+        print(f"took {result['wall_s']:.0f} s" + (f": {result['error']}" if result.get("error") else ""), flush=True)
+        for line in result.pop("lines", []):
+            print(line)
+        return result
+
+    def row(self, name: str, data: str) -> dict[str, Any]:
+        result = self.start(name, self.plan, data=data)
+        row: dict[str, Any] = dict.fromkeys(ROW) | {"system": name, "exact": name == "ours" or PEERS[name].exact}
+        row |= result
+        if not row["error"]:
+            row["step_s"] = mean(row["step_times_s"])
+            row["tokens_per_s"] = self.plan.tokens_per_step / row["step_s"]
+        return row
+
+    def checked(self) -> dict[str, Any]:
+        """Our losses of some steps on a text, next to those of a plain reference: a row's fields and ``reference``."""
+        plan = plan_of(self.given, CHECK_LAYERS, CHECK_LEARNING_RATE)
+        ours, plain = (self.start(name, plan, steps=CHECK_STEPS) for name in ("ours", "reference"))
+        check = {
+            "layers": CHECK_LAYERS, "learning_rate": CHECK_LEARNING_RATE, "precision": plan.precision,
+            "losses": ours.get("losses"), "reference": plain.get("losses"), "max_difference": None,
+            "error": ours.get("error") or plain.get("error"),
+        }  # fmt: skip
+        if not check["error"]:
+            pairs = list(zip(ours["losses"], plain["losses"], strict=True))
+            check["max_difference"] = max(abs(a - b) for a, b in pairs)
+            print("losses, ours and reference: " + ", ".join(f"{a:.4f} {b:.4f}" for a, b in pairs))
+            print(f"largest difference {check['max_difference']:.2g}")
+        return check
+
+    def result(self) -> dict[str, Any]:
+        """All that is known so far; what is relative to the ceilings is relative to their mean."""
+        model, plan, gpus = self.plan.model, self.plan, self.given.gpus
+        good = [ceiling for ceiling in self.ceilings if not ceiling.get("error")]
+        if good:
+            step_s = mean(ceiling["step_s"] for ceiling in good)
+            rate = mean(ceiling["matmul_flops_per_s"] for ceiling in good)
+            forward = {
+                kind: model.layer_forward_flops(kind, plan.global_batch, plan.sequence, causal=True)
+                for kind in ("block", "head")
+            }
+            flops = 4 * model.num_layers * forward["block"] + 3 * forward["head"]
+            for row in self.rows:
+                if not row["error"]:
+                    row["hfu"] = flops / row["step_s"] / gpus / rate
+                    row["share_of_ceiling"] = step_s / row["step_s"]
         return {
-            name: (0.02 * torch.randn(size, device=device)).to(dtype).requires_grad_() for name, size in shapes
+            "rows": self.rows,
+            "machine": machine() | (good[0]["machine"] if good else {}),
+            "ceiling": self.ceilings,
+            "check": self.check,
+            "command": sys.argv,
+            "model": model.model_dump(mode="json") | {"parameters": model.num_parameters()},
+            "tokens_per_step": plan.tokens_per_step,
+            "cap_gib": self.given.cap,
+            "gpus": gpus,
         }
 
-    def timed(work: Any, repeats: int = 12) -> float:
-        times = []
-        for _ in range(repeats):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e-3)
-        return median(times[2:])
+    def save(self) -> None:
+        if self.given.json:
+            self.given.json.write_text(json.dumps(self.result(), indent=1) + "\n")
 
-    x = torch.randn(shape, device=device).to(dtype).requires_grad_()
-    block, head = parameters("block"), parameters("head")
-    labels = torch.randint(0, model.vocab_size, shape[:2], device=device)
-    gradient = torch.randn(shape, device=device).to(dtype)
+
+def machine() -> dict[str, Any]:
+    return {
+        "host": platform.node(), "cores": CORES,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
+    """The rows in aligned columns, below what they were measured on."""
+
+    def number(value: float | None, form: str, unit: float = 1) -> str:
+        return "-" if value is None else format(value / unit, form)
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        return [
+            row["system"], number(row["tokens_per_s"], ",.0f"), number(row["step_s"], ".3f"), number(row["hfu"], ".3f"),
+            number(row["share_of_ceiling"], ".3f"), number(row["gpu_peak_bytes"], ".1f", 2**30),
+            number(row["gpu_used_bytes"], ".1f", 2**30), number(row["host_peak_bytes"], ".1f", 2**30),
+            number(row["host_taken_bytes"], ".1f", 2**30), "yes" if row["exact"] else "no", row["error"] or "",
+        ]  # fmt: skip
+
+    titles = [
+        "system",
+        "tokens/s",
+        "step s",
+        "HFU",
+        "of ceiling",
+        "GPU GiB",
+        "in use",
+        "host GiB",
+        "taken",
+        "exact",
+        "",
+    ]
+    lines = [titles, *map(cells, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(titles) - 1)]
+    facts, model = about["machine"], about["model"]
+    ceilings = [number(c.get("step_s"), ".3f") + " s" for c in about["ceiling"]]
+    return "\n".join([
+        f"\n{about['gpus']} x {facts.get('gpu', 'CPU')}, {facts['cores']} cores, torch {facts['torch']}, "
+        f"{facts['date']}; {model['parameters'] / 1e9:.2f} B parameters, {about['tokens_per_step']:,} tokens a step, "
+        f"cap {about['cap_gib']:g} GiB; compute ceiling {' and '.join(ceilings)} (before and after)",
+        *(
+            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:-1], widths[1:]), line[-1]]).rstrip()
+            for line in lines
+        ),
+    ])  # fmt: skip
+
+
+# Processes of a system, from outside.
+
+
+def missing(name: str) -> str | None:
+    package = PEERS[name].package if name in PEERS else "torch"
+    return None if find_spec(package) else f"{package} is not installed"
+
+
+def launcher(name: str, gpus: int) -> list[str]:
+    if name not in PEERS or not PEERS[name].torchrun:
+        return [sys.executable]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "--master-addr", "127.0.0.1",
+        "--master-port", str(port),
+    ]  # fmt: skip
+
+
+def environment(name: str, gpus: int) -> dict[str, str]:
+    """The first GPUs only; with a process per GPU, the cores are shared out among them."""
+    result = dict(os.environ)
+    visible = result.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    result["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:gpus])
+    if name in PEERS and PEERS[name].torchrun:
+        result["OMP_NUM_THREADS"] = str(max(1, CORES // gpus))
+    return result
+
+
+@dataclass
+class Seen:
+    """The most of each that was seen while a system ran."""
+
+    host_bytes: int = 0
+    host_taken_bytes: int = 0
+    gpu_bytes: int | None = None
+    timed_out: bool = False
+
+
+def watch(process: subprocess.Popen[Any], limit_s: float) -> Seen:
+    """Sample the memory of a process and its descendants until it ends; end them all at the time limit."""
+    seen, deadline = Seen(), time.monotonic() + limit_s
+    available, gpu_before = available_memory(), gpu_memory()
+    pause = SAMPLE_S
+    try:
+        while process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(pause)
+            begin = time.monotonic()
+            seen.host_bytes = max(seen.host_bytes, sum(map(pss, descendants(process.pid))))
+            seen.host_taken_bytes = max(seen.host_taken_bytes, available - available_memory())
+            used = [now - before for now, before in zip(gpu_memory(), gpu_before, strict=True)]
+            seen.gpu_bytes = max([seen.gpu_bytes or 0, *used]) if used else None
+            # Adding up the pages of 100 GiB takes a while: it may keep a tenth of one core busy.
+            pause = max(SAMPLE_S, 9 * (time.monotonic() - begin))
+            if time.monotonic() > deadline:
+                seen.timed_out = True
+                break
+    finally:
+        end(process)
+    return seen
+
+
+def descendants(root: int) -> list[int]:
+    """The process and all below it."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+def pss(pid: int) -> int:
+    """Bytes of memory of a process; what several share counts in parts."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def available_memory() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def gpu_memory() -> list[int]:
+    """Bytes in use on every GPU, whoever uses them; empty where that cannot be asked."""
+
+    class Memory(ctypes.Structure):
+        _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
+
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    count, result = ctypes.c_uint(), []
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return []
+    for index in range(count.value):
+        device, used = ctypes.c_void_p(), Memory()
+        nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+        nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(used))
+        result.append(used.used)
+    nvml.nvmlShutdown()
+    return result
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """End what is left of a process and its descendants: interrupted (it may hold locks on files), then killed."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        for pid in descendants(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+
+
+def result_of(process: subprocess.Popen[Any], file: Path, log: Path, timed_out: bool, limit_s: float) -> dict[str, Any]:
+    """What the worker wrote, or why it could not."""
+    if timed_out:
+        return {"error": f"not done after the time limit of {limit_s:g} s"}
+    with suppress(OSError, ValueError):
+        return dict(json.loads(file.read_text()))
+    code = process.returncode
+    print("\n".join(log.read_text(errors="replace").splitlines()[-12:]), file=sys.stderr)
+    how = f"killed by {signal.Signals(-code).name}, perhaps for lack of memory" if code < 0 else f"exit code {code}"
+    return {"error": f"ended without a result: {how}"}
+
+
+# What runs in a process of its own.
+
+
+def work_in_this_process(name: str, work_file: str, result_file: str) -> None:
+    """Do the work, write the result, and leave whatever threads the system still has."""
+    run = WORKERS[name] if name in WORKERS else PEERS[name].run
+    try:
+        result = run(Work.load(work_file))
+    except Exception as error:
+        traceback.print_exc()
+        result = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+    if os.environ.get("RANK", "0") == "0" or "error" in result:
+        part = Path(f"{result_file}.{os.getpid()}")
+        part.write_text(json.dumps(result))
+        part.rename(result_file)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit("error" in result)
+
+
+def run_ours(work: Work) -> dict[str, Any]:
+    plan = work.plan
+    done = runtime.run(
+        plan, steps=work.warmup + work.steps, output=work.output, data=work.data, trace_steps=2,
+        log=lambda row: print(row, flush=True),
+    )  # fmt: skip
+    trace = Trace.load(done.output / "trace.json")
+    step = max(trace.steps())
+    metrics = analyse(plan.program(), trace, step)
+    return {
+        "step_times_s": done.step_s[work.warmup :],
+        "losses": done.losses,
+        "gpu_peak_bytes": max(done.summary["peak_device_bytes"]),
+        "predicted_gpu_bytes": list(memory(plan).ranks),
+        "busy_s": list(metrics.busy_s),
+        "bubbles": [{cause: value for cause, value in rank.items() if value} for rank in metrics.bubbles],
+        "lines": gaps(trace, step, work.num_gaps) if work.num_gaps else [],
+    }
+
+
+def gaps(trace: Trace, step: int, number: int) -> list[str]:
+    """Time by kind of op, and the largest idle intervals inside the step of every rank's compute lane."""
+    kinds: dict[str, list[float]] = {}
+    computed: dict[int, list[tuple[float, float, str]]] = {}
+    compute = {kind.name for kind in COMPUTE}
+    for row in range(len(trace)):
+        if trace.step[row] == step:
+            name, start_s, end_s = trace.names[trace.op[row]], trace.start_s[row], trace.end_s[row]
+            kinds.setdefault(name.split()[0], []).append(end_s - start_s)
+            if name.split()[0] in compute:
+                computed.setdefault(trace.ranks[trace.op[row]], []).append((start_s, end_s, name))
+    lines = [f"  {kind:20} {len(times):5} x {median(times) * 1e3:8.3f} ms, sum {sum(times):7.3f} s"
+             for kind, times in sorted(kinds.items())]  # fmt: skip
+    for rank, ops in sorted(computed.items()):
+        ops.sort()
+        idle = sorted(((b[0] - a[1], a[2], b[2]) for a, b in pairwise(ops)), reverse=True)
+        total = sum(max(gap, 0) for gap, _, _ in idle)
+        lines.append(
+            f"  compute gaps of rank {rank} inside the step: {total * 1e3:.1f} ms in {len(idle)}; the largest:"
+        )
+        lines += [f"  {gap * 1e3:8.3f} ms between {before} and {after}" for gap, before, after in idle[:number]]
+    return lines
+
+
+def compute_ceiling(work: Work) -> dict[str, Any]:
+    """Seconds that the compute of a step takes when nothing else happens, and the rate of a matrix product."""
+    plan, model, dtype = work.plan, work.plan.model, work.dtype
+    device = torch.device("cuda" if work.on_gpu else "cpu")
+    if not work.on_gpu:
+        torch.set_num_threads(plan.compute_threads)
+    rotary = layers.RotaryTable.build(model, plan.sequence, dtype, device)
+
+    def parameters(layer: int) -> dict[str, torch.Tensor]:
+        names = model.parameter_shapes(model.layer_kind(layer))
+        return {name: work.initial(f"{layer}.{name}").to(device, dtype).requires_grad_() for name in names}
+
+    tokens, labels = (part.to(device) for part in work.batch(0, 0))
+    block, head = parameters(1), parameters(model.num_layers + 1)
+    x = layers.embedding(parameters(0), tokens).detach().requires_grad_()
+    gradient = torch.randn_like(x) / x.numel()
+    square = torch.randn(8192 if work.on_gpu else 512, 8192 if work.on_gpu else 512, device=device).to(dtype)
 
     def forward() -> None:
         with torch.no_grad():
             layers.block(block, x, model, rotary)
 
-    def both() -> None:
+    def recompute_and_backward() -> None:  # gradients of parameters are accumulated, as in training
         layers.block(block, x, model, rotary).backward(gradient)
+        x.grad = None
 
-    def head_both() -> None:
+    def head_and_backward() -> None:
         layers.head(head, x, labels, model).backward()
+        x.grad = None
 
-    forward_s, both_s, head_s = timed(forward), timed(both), timed(head_both)
-    print(f"isolated: block forward {forward_s * 1e3:.2f} ms, recompute + backward {both_s * 1e3:.2f} ms, "
-          f"head {head_s * 1e3:.2f} ms")  # fmt: skip
-    torch.cuda.empty_cache()
-    return plan.num_microbatches * (model.num_layers * (forward_s + both_s) + head_s)
-
-
-def run_ours(plan: Plan, given: argparse.Namespace, ceiling_s: float) -> dict[str, Any]:
-    from spipe.memory import memory
-
-    output = Path(given.output or tempfile.mkdtemp()) / "run"
-    begin = time.monotonic()
-    done = runtime.run(plan, steps=given.steps, output=output, trace_steps=2, log=lambda row: print(row, flush=True))
-    program, trace = plan.program(), Trace.load(output / "trace.json")
-    step = max(trace.steps())
-    metrics = analyse(program, trace, step)
-    step_s = median(done.step_s[2:])
-    report = memory(plan)
-    print(f"run took {time.monotonic() - begin:.0f} s in all")
-    show_gaps(plan, trace, step)
+    passes = {
+        "block_forward_s": forward,
+        "block_recompute_and_backward_s": recompute_and_backward,
+        "head_s": head_and_backward,
+        "matmul_s": lambda: square @ square,
+    }
+    times = {name: sustained(work_once, device) for name, work_once in passes.items()}
+    block_s = times["block_forward_s"] + times["block_recompute_and_backward_s"]
+    facts = {"gpu": torch.cuda.get_device_name(), "num_gpus": torch.cuda.device_count()} if work.on_gpu else {}
     return {
-        "system": "spipe",
-        "step_s": step_s,
-        "tokens_per_s": plan.tokens_per_step / step_s,
-        "compute_ceiling_s": ceiling_s,
-        "share_of_ceiling": ceiling_s / step_s,
-        "busy_s": metrics.busy_s[0],
-        "bubbles": {cause: value for cause, value in metrics.bubbles[0].items() if value},
-        "gpu_peak_bytes": done.summary["peak_device_bytes"][0],
-        "predicted_gpu_bytes": {k: v / 2**30 for k, v in report.ranks[0].items()},
-        "host_peak_bytes": done.summary["peak_resident_bytes"][0],
-        "losses": done.losses,
+        **times,
+        "step_s": plan.num_microbatches * (model.num_layers * block_s + times["head_s"]) / plan.layout.num_ranks,
+        "matmul_flops_per_s": 2 * len(square) ** 3 / times["matmul_s"],
+        "machine": facts,
+        "lines": [
+            "  " + ", ".join(f"{name.removesuffix('_s')} {time_s * 1e3:.2f} ms" for name, time_s in times.items())
+        ],
     }
 
 
-def show_gaps(plan: Plan, trace: Trace, step: int) -> None:
-    """Time by kind and lane, and the largest idle intervals of the compute lane."""
-    program = plan.program()
-    kinds: dict[str, list[float]] = {}
-    rows = [row for row in range(len(trace)) if trace.step[row] == step]
-    for row in rows:
-        kinds.setdefault(trace.names[trace.op[row]].split()[0], []).append(trace.end_s[row] - trace.start_s[row])
-    for kind, values in sorted(kinds.items()):
-        print(f"{kind:20} {len(values):5} x {median(values) * 1e3:8.3f} ms, sum {sum(values):7.3f} s")
-    names = {kind.name for kind in COMPUTE}
-    compute = sorted(
-        (trace.start_s[row], trace.end_s[row], trace.names[trace.op[row]])
-        for row in rows
-        if trace.names[trace.op[row]].split()[0] in names
-    )
-    gaps = sorted(
-        ((b[0] - a[1], a[2], b[2]) for a, b in zip(compute, compute[1:], strict=False)), reverse=True
-    )
-    total = sum(max(gap, 0) for gap, _, _ in gaps)
-    print(f"compute gaps inside the step: {total * 1e3:.1f} ms in {len(gaps)}; the largest:")
-    for gap, before, after in gaps[:12]:
-        print(f"  {gap * 1e3:8.3f} ms between {before} and {after}")
-    del program
+def sustained(work_once: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one of many calls in a row, issued ahead of the device, once it is warm."""
+    on_gpu = device.type == "cuda"
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+
+    def seconds(repeats: int) -> float:
+        wait()
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            work_once()
+        wait()
+        return time.perf_counter() - begin
+
+    seconds(2)
+    once_s = seconds(3) / 3
+    seconds(ceil((0.7 if on_gpu else 0.02) / once_s))
+    repeats = ceil((1.8 if on_gpu else 0.1) / once_s)
+    return seconds(repeats) / repeats
+
+
+WORKERS: dict[str, Callable[[Work], dict[str, Any]]] = {
+    "ours": run_ours,
+    "ceiling": compute_ceiling,
+    "reference": reference,
+}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -205,7 +205,7 @@ the parameter's random_stream and the place in the parameter, so the same for an
 rollback, how a speculative step can be undone: 'snapshot' keeps 12 bytes an element; 'delta' about 3: corrections to
 the arithmetic inverse, for which the gradient must stay as it is until commit or rollback; 'defer' none: the step only
 looks at the gradients and `commit` does the work; 'auto' takes 'delta' if undo_budget_bytes (by default half of the
-available memory) suffices for all buckets when the first speculative step is submitted, else 'defer' (where a beta is
+available memory) suffices for all buckets when `prepare` or the first speculative step decides, else 'defer' (where a beta is
 0, 'snapshot' in place of 'delta'). Every way restores and gives the same bits.
 Raises ValueError unless both betas are in [0, 1) and epsilon is positive and finite, and for an unknown name.)")
         .def(py::init(&make_optimizer), py::arg("pool"), py::arg("beta1"), py::arg("beta2"), py::arg("epsilon"),
@@ -216,6 +216,14 @@ Raises ValueError unless both betas are in [0, 1) and epsilon is positive and fi
 
 The buffers must outlive the optimizer. Raises ValueError, naming the argument and its value, for an empty list, a
 null or misaligned address, a count below 1, a negative weight decay, or buffers that overlap inside the bucket.)")
+        .def("prepare", &Optimizer::prepare, py::kw_only(), py::arg("speculative"),
+             py::call_guard<py::gil_scoped_release>(),
+             R"(Makes the pages of all buckets' buffers exist, on the pool's threads, and waits until that is done.
+
+speculative=True decides 'auto', and allocates and touches the undo memory, too. Without it the first steps do all this,
+and are slower. On a machine with several NUMA domains, pages that did not exist come to lie where they are worked on.
+Contents are kept; nothing else may write to the buffers meanwhile.
+Raises RuntimeError, naming bucket and state, unless all buckets are idle.)")
         .def("submit", &submit, py::arg("bucket"), py::kw_only(), py::arg("step"), py::arg("learning_rate"),
              py::arg("gradient_scale") = 1.0, py::arg("speculative") = false, py::arg("statistics") = false,
              py::arg("event") = 0, py::call_guard<py::gil_scoped_release>(),
@@ -249,7 +257,7 @@ Raises RuntimeError if a gradient that the undo log needs has changed; rolling b
              "Bytes of undo data that the last speculative step of a bucket needed; only while it is 'stepped'.")
         .def_property_readonly("num_buckets", &Optimizer::num_buckets, "Number of buckets.")
         .def_property_readonly("rollback_kind", &Optimizer::rollback_name,
-                               "How steps are undone; 'auto' until the first speculative step decides.")
+                               "How steps are undone; 'auto' until `prepare` or the first speculative step decides.")
         .def_property_readonly("undo_bytes", &Optimizer::undo_bytes, "Bytes held for undoing steps.")
         .def_property_readonly("snapshot_bytes", &Optimizer::undo_bytes, "Another name of undo_bytes.")
         .def("_fail_at_block", &Optimizer::fail_at_block, py::arg("bucket"), py::arg("block"),

@@ -78,6 +78,24 @@ int Optimizer::add_bucket(std::vector<Parameter> parameters) {
     return static_cast<int>(buckets_.size()) - 1;
 }
 
+void Optimizer::prepare(bool speculative) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t number = 0; number < buckets_.size(); ++number) {
+        buckets_[number]->require_state(static_cast<int>(number), "prepare", State::idle);
+    }
+    if (speculative) settle_rollback();
+    for (const auto& bucket : buckets_) {
+        BucketData& data = bucket->data;
+        if (speculative) allocate_undo(data);
+        data.first_touch(*pool_);
+        if (!data.placed) data.place(*pool_);
+    }
+}
+
+void Optimizer::allocate_undo(BucketData& data) const {
+    data.undo.allocate(rollback_, data.index, data.num_chunks(), options_.stochastic_rounding);
+}
+
 void Optimizer::settle_rollback() {
     if (rollback_ != Rollback::automatic) return;
     const int64_t budget = options_.undo_budget_bytes ? *options_.undo_budget_bytes : default_undo_budget_bytes();
@@ -117,7 +135,7 @@ void Optimizer::submit(int number, const SubmitOptions& options) {
     BucketData& data = bucket.data;
     if (options.speculative) {
         settle_rollback();
-        data.undo.allocate(rollback_, data.index, data.num_chunks(), options_.stochastic_rounding);
+        allocate_undo(data);
     }
     if (options.statistics) data.block_sums.resize(static_cast<size_t>(data.index.num_blocks()));
     data.scalars = data.groups.scalars(options_.bias_correction, step);

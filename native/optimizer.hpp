@@ -63,7 +63,7 @@ class Optimizer {
     int add_bucket(std::vector<Parameter> parameters);
     // Makes all pages exist that steps of the present buckets touch, undo memory included if `speculative`.
     void prepare(bool speculative);
-    void submit(int bucket, const SubmitOptions& options);
+    void submit(int64_t bucket, const SubmitOptions& options);
     StepResult join(int bucket);
     void rollback(int bucket);
     void commit(int bucket);
@@ -79,7 +79,7 @@ class Optimizer {
 
   private:
     struct Bucket;
-    Bucket& at(int bucket) const;
+    Bucket& at(int64_t bucket) const;
     void settle_rollback();
     void allocate_undo(BucketData& data) const;
     std::shared_ptr<StepJob> make_job(Bucket& bucket, bool speculative) const;

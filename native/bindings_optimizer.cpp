@@ -91,10 +91,88 @@ std::unique_ptr<Optimizer> make_optimizer(std::shared_ptr<WorkerPool> pool, doub
     return std::make_unique<Optimizer>(std::move(pool), options);
 }
 
-void submit(Optimizer& self, int bucket, int64_t step, double learning_rate, double gradient_scale, bool speculative,
-            bool statistics, uintptr_t event) {
-    self.submit(bucket, {{step, learning_rate, gradient_scale}, speculative, statistics, event});
+// The arguments of a call of `submit`.
+struct SubmitCall {
+    int64_t bucket = 0;
+    SubmitOptions options{{0, 0.0, 1.0}, false, false, 0};
+    bool has_step = false;
+    bool has_learning_rate = false;
+
+    // Python's error is set afterwards if the value has a wrong type or no argument has this name.
+    void set(PyObject* name, PyObject* value) {
+        const auto is = [&](const char* wanted) { return PyUnicode_CompareWithASCIIString(name, wanted) == 0; };
+        if (is("step")) {
+            options.step.step = PyLong_AsLongLong(value);
+            has_step = true;
+        } else if (is("learning_rate")) {
+            options.step.learning_rate = PyFloat_AsDouble(value);
+            has_learning_rate = true;
+        } else if (is("gradient_scale")) {
+            options.step.gradient_scale = PyFloat_AsDouble(value);
+        } else if (is("speculative")) {
+            options.speculative = PyObject_IsTrue(value) == 1;
+        } else if (is("statistics")) {
+            options.statistics = PyObject_IsTrue(value) == 1;
+        } else if (is("event")) {
+            options.event = PyLong_AsSize_t(value);
+        } else {
+            PyErr_Format(PyExc_TypeError, "submit() got an unexpected keyword argument '%U'", name);
+        }
+    }
+
+    bool read(PyObject* const* values, Py_ssize_t num_positional, PyObject* names) {
+        const Py_ssize_t num_names = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+        if (num_positional != 1) {
+            PyErr_Format(PyExc_TypeError, "submit() takes the bucket and keyword arguments (%zd positional given)",
+                         num_positional);
+            return false;
+        }
+        bucket = PyLong_AsLongLong(values[0]);
+        for (Py_ssize_t i = 0; i < num_names && PyErr_Occurred() == nullptr; ++i) {
+            set(PyTuple_GET_ITEM(names, i), values[1 + i]);
+        }
+        if (PyErr_Occurred() != nullptr) return false;
+        if (has_step && has_learning_rate) return true;
+        PyErr_Format(PyExc_TypeError, "submit() misses the keyword argument '%s'", has_step ? "learning_rate" : "step");
+        return false;
+    }
+};
+
+// Bound by hand, and with the GIL held: pybind11's dispatch costs more than all the rest when its code is not in the
+// caches, and taking the GIL back may cost any time.
+PyObject* submit(PyObject* self, PyObject* const* values, Py_ssize_t num_positional, PyObject* names) {
+    try {
+        SubmitCall call;
+        if (!call.read(values, num_positional, names)) return nullptr;
+        py::cast<Optimizer&>(py::handle(self)).submit(call.bucket, call.options);
+        Py_RETURN_NONE;
+    } catch (const std::out_of_range& error) {
+        PyErr_SetString(PyExc_IndexError, error.what());
+    } catch (const std::invalid_argument& error) {
+        PyErr_SetString(PyExc_ValueError, error.what());
+    } catch (const std::bad_alloc&) {
+        PyErr_NoMemory();
+    } catch (const std::exception& error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return nullptr;
 }
+
+PyMethodDef submit_method = {
+    "submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&submit)), METH_FASTCALL | METH_KEYWORDS,
+    R"(submit($self, bucket, *, step, learning_rate, gradient_scale=1.0, speculative=False, statistics=False, event=0)
+--
+
+Queues one step of a bucket and returns at once.
+
+step counts from 1 (bias correction); gradient_scale multiplies every gradient (1 / loss scale, times the clip
+coefficient). A block of 4096 elements, counted from the start of each parameter, with a non-finite scaled gradient is
+left untouched. speculative=True makes the step undoable with `rollback`; the memory for it is allocated once per bucket.
+statistics=True also sums the squares of the gradients (`StepResult.sums_of_squares`). event is the handle of a CUDA event
+(created with blocking synchronisation) that the step waits for, on a thread of the optimizer; 0 for none. Later steps
+of this optimizer stay behind it.
+Raises ValueError for step < 1, a negative or non-finite learning rate or a non-finite scale, RuntimeError if an event is
+given and the CUDA driver cannot be loaded.)"};
 
 py::tuple block_bounds(const std::vector<int64_t>& counts, int64_t number) {
     for (int64_t count : counts) check_count("counts", count);
@@ -191,8 +269,9 @@ The values are checked by `Optimizer.add_bucket`; only an unknown dtype raises V
 void bind_optimizer(py::module_& module) {
     bind_worker_pool(module);
     bind_parameter(module);
-    py::class_<Optimizer>(module, "Optimizer",
-                          R"(AdamW on CPU buffers, in fp32, asynchronous, in buckets that can be stepped and undone.
+    py::class_<Optimizer> optimizer(
+        module, "Optimizer",
+        R"(AdamW on CPU buffers, in fp32, asynchronous, in buckets that can be stepped and undone.
 
 A bucket is idle, submitted, or (after a speculative step was joined) stepped; a call that does not fit its state
 raises RuntimeError naming bucket and state, an unknown bucket IndexError.
@@ -205,9 +284,10 @@ the parameter's random_stream and the place in the parameter, so the same for an
 rollback, how a speculative step can be undone: 'snapshot' keeps 12 bytes an element; 'delta' about 3: corrections to
 the arithmetic inverse, for which the gradient must stay as it is until commit or rollback; 'defer' none: the step only
 looks at the gradients and `commit` does the work; 'auto' takes 'delta' if undo_budget_bytes (by default half of the
-available memory) suffices for all buckets when the first speculative step is submitted, else 'defer' (where a beta is
+available memory) suffices for all buckets when `prepare` or the first speculative step decides, else 'defer' (where a beta is
 0, 'snapshot' in place of 'delta'). Every way restores and gives the same bits.
-Raises ValueError unless both betas are in [0, 1) and epsilon is positive and finite, and for an unknown name.)")
+Raises ValueError unless both betas are in [0, 1) and epsilon is positive and finite, and for an unknown name.)");
+    optimizer
         .def(py::init(&make_optimizer), py::arg("pool"), py::arg("beta1"), py::arg("beta2"), py::arg("epsilon"),
              py::kw_only(), py::arg("bias_correction") = true, py::arg("rounding") = "nearest", py::arg("seed") = 0,
              py::arg("rollback") = "snapshot", py::arg("undo_budget_bytes") = py::none())
@@ -216,19 +296,14 @@ Raises ValueError unless both betas are in [0, 1) and epsilon is positive and fi
 
 The buffers must outlive the optimizer. Raises ValueError, naming the argument and its value, for an empty list, a
 null or misaligned address, a count below 1, a negative weight decay, or buffers that overlap inside the bucket.)")
-        .def("submit", &submit, py::arg("bucket"), py::kw_only(), py::arg("step"), py::arg("learning_rate"),
-             py::arg("gradient_scale") = 1.0, py::arg("speculative") = false, py::arg("statistics") = false,
-             py::arg("event") = 0, py::call_guard<py::gil_scoped_release>(),
-             R"(Queues one step of a bucket and returns at once.
+        .def("prepare", &Optimizer::prepare, py::kw_only(), py::arg("speculative"),
+             py::call_guard<py::gil_scoped_release>(),
+             R"(Makes the pages of all buckets' buffers exist, on the pool's threads, and waits until that is done.
 
-step counts from 1 (bias correction); gradient_scale multiplies every gradient (1 / loss scale, times the clip
-coefficient). A block of 4096 elements, counted from the start of each parameter, with a non-finite scaled gradient is
-left untouched. speculative=True makes the step undoable with `rollback`; the memory for it is allocated once per bucket.
-statistics=True also sums the squares of the gradients (`StepResult.sums_of_squares`). event is the handle of a CUDA event
-(created with blocking synchronisation) that the step waits for, on a thread of the optimizer; 0 for none. Later steps
-of this optimizer stay behind it.
-Raises ValueError for step < 1, a negative or non-finite learning rate or a non-finite scale, RuntimeError if an event is
-given and the CUDA driver cannot be loaded.)")
+speculative=True decides 'auto', and allocates and touches the undo memory, too. Without it the first steps do all this,
+and are slower. On a machine with several NUMA domains, pages that did not exist come to lie where they are worked on.
+Contents are kept; nothing else may write to the buffers meanwhile.
+Raises RuntimeError, naming bucket and state, unless all buckets are idle.)")
         .def("join", &Optimizer::join, py::arg("bucket"), py::call_guard<py::gil_scoped_release>(),
              R"(Waits, with the GIL released, until the step of a bucket is done; returns its `StepResult`.
 
@@ -249,11 +324,13 @@ Raises RuntimeError if a gradient that the undo log needs has changed; rolling b
              "Bytes of undo data that the last speculative step of a bucket needed; only while it is 'stepped'.")
         .def_property_readonly("num_buckets", &Optimizer::num_buckets, "Number of buckets.")
         .def_property_readonly("rollback_kind", &Optimizer::rollback_name,
-                               "How steps are undone; 'auto' until the first speculative step decides.")
+                               "How steps are undone; 'auto' until `prepare` or the first speculative step decides.")
         .def_property_readonly("undo_bytes", &Optimizer::undo_bytes, "Bytes held for undoing steps.")
         .def_property_readonly("snapshot_bytes", &Optimizer::undo_bytes, "Another name of undo_bytes.")
         .def("_fail_at_block", &Optimizer::fail_at_block, py::arg("bucket"), py::arg("block"),
              "For tests: the next step of the bucket raises RuntimeError when a worker reaches this block.");
+    auto* const type = reinterpret_cast<PyTypeObject*>(optimizer.ptr());
+    optimizer.attr("submit") = py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &submit_method));
     module.def("_set_cuda_library", &EventWaiter::set_library, py::arg("path"),
                "For tests: the library that is loaded in place of the CUDA driver, before the first event.");
     module.def("_block_bounds", &block_bounds, py::arg("counts"), py::arg("number"),

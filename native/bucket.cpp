@@ -85,12 +85,20 @@ void UndoMemory::allocate(Rollback rollback, const BlockIndex& index, int64_t nu
     if (state_ != nullptr || rollback == Rollback::defer) return;
     state_bytes_ = index.num_slots() * (rollback == Rollback::snapshot ? 12 : 3);
     Memory state = reserve(state_bytes_);
-    if (with_weights) weights_ = reserve(2 * index.num_slots());
+    if (with_weights) {
+        weight_bytes_ = 2 * index.num_slots();
+        weights_ = reserve(weight_bytes_);
+    }
     if (rollback == Rollback::delta) {
         escapes_.resize(as_size(num_chunks));
         checksums_.resize(as_size(index.num_blocks()));
     }
     state_ = std::move(state);
+}
+
+void UndoMemory::first_touch(WorkerPool& pool) const {
+    if (state_ != nullptr) pool.first_touch(state_.get(), state_bytes_);
+    if (weights_ != nullptr) pool.first_touch(weights_.get(), weight_bytes_);
 }
 
 int64_t UndoMemory::num_bytes(bool escapes) const {

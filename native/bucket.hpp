@@ -8,6 +8,7 @@
 #include "adam_kernel.hpp"
 #include "parameter.hpp"
 #include "rollback.hpp"
+#include "worker_pool.hpp"
 
 namespace spipe {
 
@@ -51,6 +52,8 @@ class UndoMemory {
   public:
     // Snapshot, delta or defer; `with_weights` also keeps 2-byte weights, where they are not the rounded masters.
     void allocate(Rollback rollback, const BlockIndex& index, int64_t num_chunks, bool with_weights);
+    // Makes its pages exist. To be called before the first step.
+    void first_touch(WorkerPool& pool) const;
     // Held; with `escapes` including the lists of escapes, which a step in flight may be changing.
     int64_t num_bytes(bool escapes) const;
     int64_t logged_bytes() const;  // needed by what was kept last: without room for escapes that are not there
@@ -85,6 +88,7 @@ class UndoMemory {
     std::vector<uint32_t> checksums_;           // of the gradient of each block
     int64_t reserved_bytes_ = 0;
     int64_t state_bytes_ = 0;
+    int64_t weight_bytes_ = 0;
 };
 
 }  // namespace spipe

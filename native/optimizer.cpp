@@ -21,7 +21,7 @@ struct Optimizer::Bucket {
     Bucket(std::vector<Parameter> parameters, const Hyperparameters& common, int num_threads)
         : data(std::move(parameters), common, num_threads) {}
 
-    void require_state(int number, const char* action, State wanted) const {
+    void require_state(int64_t number, const char* action, State wanted) const {
         if (state == wanted) return;
         throw std::logic_error(std::string("cannot ") + action + " bucket " + std::to_string(number) + ": it is " +
                                state_names[static_cast<int>(state)] + ", and must be " +
@@ -78,6 +78,24 @@ int Optimizer::add_bucket(std::vector<Parameter> parameters) {
     return static_cast<int>(buckets_.size()) - 1;
 }
 
+void Optimizer::prepare(bool speculative) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t number = 0; number < buckets_.size(); ++number) {
+        buckets_[number]->require_state(static_cast<int64_t>(number), "prepare", State::idle);
+    }
+    if (speculative) settle_rollback();
+    for (const auto& bucket : buckets_) {
+        BucketData& data = bucket->data;
+        if (speculative) allocate_undo(data);
+        data.first_touch(*pool_);
+        if (!data.placed) data.place(*pool_);
+    }
+}
+
+void Optimizer::allocate_undo(BucketData& data) const {
+    data.undo.allocate(rollback_, data.index, data.num_chunks(), options_.stochastic_rounding);
+}
+
 void Optimizer::settle_rollback() {
     if (rollback_ != Rollback::automatic) return;
     const int64_t budget = options_.undo_budget_bytes ? *options_.undo_budget_bytes : default_undo_budget_bytes();
@@ -104,7 +122,7 @@ std::shared_ptr<StepJob> Optimizer::make_job(Bucket& bucket, bool speculative) c
     return std::make_shared<StepJob>(bucket.data, plan, *pool_);
 }
 
-void Optimizer::submit(int number, const SubmitOptions& options) {
+void Optimizer::submit(int64_t number, const SubmitOptions& options) {
     const StepOptions& step = options.step;
     require(step.step >= 1, "step", static_cast<double>(step.step), "at least 1");
     require(step.learning_rate >= 0 && !std::isinf(step.learning_rate), "learning_rate", step.learning_rate,
@@ -117,7 +135,7 @@ void Optimizer::submit(int number, const SubmitOptions& options) {
     BucketData& data = bucket.data;
     if (options.speculative) {
         settle_rollback();
-        data.undo.allocate(rollback_, data.index, data.num_chunks(), options_.stochastic_rounding);
+        allocate_undo(data);
     }
     if (options.statistics) data.block_sums.resize(static_cast<size_t>(data.index.num_blocks()));
     data.scalars = data.groups.scalars(options_.bias_correction, step);
@@ -231,7 +249,7 @@ void Optimizer::fail_at_block(int number, int64_t block) {
     at(number).data.fail_at_block = block;
 }
 
-Optimizer::Bucket& Optimizer::at(int number) const {
+Optimizer::Bucket& Optimizer::at(int64_t number) const {
     if (number < 0 || static_cast<size_t>(number) >= buckets_.size()) {
         throw std::out_of_range("bucket " + std::to_string(number) + " is unknown; this optimizer has " +
                                 std::to_string(buckets_.size()) + " buckets, numbered from 0");

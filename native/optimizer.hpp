@@ -49,6 +49,7 @@ struct StepResult {
 };
 
 class StepJob;
+struct BucketData;
 
 class Optimizer {
   public:
@@ -60,7 +61,9 @@ class Optimizer {
     Optimizer& operator=(const Optimizer&) = delete;
 
     int add_bucket(std::vector<Parameter> parameters);
-    void submit(int bucket, const SubmitOptions& options);
+    // Makes all pages exist that steps of the present buckets touch, undo memory included if `speculative`.
+    void prepare(bool speculative);
+    void submit(int64_t bucket, const SubmitOptions& options);
     StepResult join(int bucket);
     void rollback(int bucket);
     void commit(int bucket);
@@ -76,14 +79,15 @@ class Optimizer {
 
   private:
     struct Bucket;
-    Bucket& at(int bucket) const;
+    Bucket& at(int64_t bucket) const;
     void settle_rollback();
+    void allocate_undo(BucketData& data) const;
     std::shared_ptr<StepJob> make_job(Bucket& bucket, bool speculative) const;
 
     const std::shared_ptr<WorkerPool> pool_;
     const OptimizerOptions options_;
     mutable std::mutex mutex_;
-    Rollback rollback_;  // `automatic` until the first speculative step decides
+    Rollback rollback_;  // `automatic` until the first speculative step or its preparation decides
     int64_t num_elements_ = 0;
     bool some_beta_is_zero_ = false;
     std::vector<std::unique_ptr<Bucket>> buckets_;

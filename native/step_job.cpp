@@ -26,6 +26,8 @@ Escape* escape_scratch() {
     return memory.get();
 }
 
+constexpr uintptr_t page_bytes = 4096;
+
 uint64_t mixed(uint64_t x) {  // splitmix64
     x += 0x9e3779b97f4a7c15u;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -54,6 +56,35 @@ BucketData::BucketData(std::vector<Parameter> given, const Hyperparameters& comm
       chunk_blocks(blocks_per_chunk(index.num_blocks(), num_threads)),
       outcomes(static_cast<size_t>(index.num_blocks()), Outcome::untouched) {}
 
+void BucketData::first_touch(WorkerPool& pool) const {
+    std::vector<std::pair<uintptr_t, uintptr_t>> ranges;
+    for (const Parameter& p : parameters) {
+        const auto add = [&](uintptr_t begin, Dtype dtype) {
+            if (begin != 0)
+                ranges.emplace_back(begin, begin + static_cast<uintptr_t>(p.count * bytes_per_element(dtype)));
+        };
+        add(p.gradient, p.gradient_dtype);
+        add(p.gradient2, p.gradient_dtype);
+        for (uintptr_t state : {p.master, p.first_moment, p.second_moment}) add(state, Dtype::fp32);
+        add(p.weight, p.weight_dtype);
+    }
+    std::sort(ranges.begin(), ranges.end());
+    // Neighbours together, with the padding between them: many small parameters are as quick as a few large ones.
+    size_t last = 0;
+    for (size_t i = 1; i < ranges.size(); ++i) {
+        if (ranges[i].first - ranges[last].second < 64) {
+            ranges[last].second = ranges[i].second;
+        } else {
+            ranges[++last] = ranges[i];
+        }
+    }
+    ranges.resize(last + 1);
+    for (const auto& [begin, end] : ranges) {
+        pool.first_touch(reinterpret_cast<char*>(begin), static_cast<int64_t>(end - begin));
+    }
+    undo.first_touch(pool);
+}
+
 void BucketData::place(const WorkerPool& pool) {
     placed = true;
     const size_t num_domains = pool.domains().size();
@@ -61,7 +92,8 @@ void BucketData::place(const WorkerPool& pool) {
     std::vector<uintptr_t> pages;
     for (int64_t chunk = 0; chunk < num_chunks(); ++chunk) {
         const Block block = index.at(chunk * chunk_blocks);
-        pages.push_back(reinterpret_cast<uintptr_t>(pointers_of(parameters[block.parameter], block).master) & ~4095ul);
+        pages.push_back(reinterpret_cast<uintptr_t>(pointers_of(parameters[block.parameter], block).master) &
+                        ~(page_bytes - 1));
     }
     const std::vector<int> nodes = nodes_of_pages(pages);
     std::vector<std::vector<int64_t>> chunks_of(num_domains);

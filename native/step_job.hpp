@@ -21,6 +21,8 @@ struct BucketData {
     BucketData(std::vector<Parameter> given, const Hyperparameters& common, int num_threads);
 
     int64_t num_chunks() const { return (index.num_blocks() + chunk_blocks - 1) / chunk_blocks; }
+    // Makes the pages of all buffers and of the undo memory exist, in the domains whose workers will get them.
+    void first_touch(WorkerPool& pool) const;
     // Orders the chunks by the domain that their masters lie in, which is known once they were touched. Where there is
     // only one domain, or the kernel does not tell, the order stays as it is.
     void place(const WorkerPool& pool);

@@ -120,28 +120,33 @@ std::vector<int64_t> WorkerPool::split_over_domains(int64_t num_chunks) const {
 }
 
 void WorkerPool::first_touch(char* memory, int64_t num_bytes) {
-    constexpr int64_t piece_bytes = 2 << 20;
-    constexpr int64_t page_bytes = 4096;
+    // Whole huge pages: two threads that touch one at the same time would both make it, and one throw it away.
+    constexpr uintptr_t piece_bytes = 2 << 20;
+    constexpr uintptr_t page_bytes = 4096;
     class TouchJob final : public Job {
       public:
-        TouchJob(const std::vector<int64_t>& ends, char* all, int64_t all_bytes)
-            : Job(ends), memory_(all), num_bytes_(all_bytes) {}
+        TouchJob(const std::vector<int64_t>& ends, uintptr_t begin, uintptr_t end)
+            : Job(ends), begin_(begin), end_(end) {}
 
       protected:
         void run(int64_t piece) override {
-            const int64_t last = std::min((piece + 1) * piece_bytes, num_bytes_);
-            for (int64_t i = piece * piece_bytes; i < last; i += page_bytes) {
-                volatile char* const byte = memory_ + i;
+            const uintptr_t first = (begin_ / piece_bytes + static_cast<uintptr_t>(piece)) * piece_bytes;
+            const uintptr_t last = std::min(end_, first + piece_bytes);
+            for (uintptr_t page = std::max(first, begin_ / page_bytes * page_bytes); page < last; page += page_bytes) {
+                volatile char* const byte = reinterpret_cast<char*>(std::max(page, begin_));
                 *byte = *byte;
             }
         }
 
       private:
-        char* const memory_;
-        const int64_t num_bytes_;
+        const uintptr_t begin_;
+        const uintptr_t end_;
     };
-    const int64_t pieces = (num_bytes + piece_bytes - 1) / piece_bytes;
-    auto job = std::make_shared<TouchJob>(split_over_domains(pieces), memory, num_bytes);
+    if (num_bytes == 0) return;
+    const auto begin = reinterpret_cast<uintptr_t>(memory);
+    const uintptr_t end = begin + static_cast<uintptr_t>(num_bytes);
+    const auto pieces = static_cast<int64_t>((end - 1) / piece_bytes - begin / piece_bytes + 1);
+    auto job = std::make_shared<TouchJob>(split_over_domains(pieces), begin, end);
     submit(job);
     wait(*job);
 }

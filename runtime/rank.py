@@ -83,11 +83,11 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
     name = choose_transport(job.transport, kind, num_ranks, sharers > 1)
     threads = plan.optimizer_threads or max(1, _native.features()["usable_cores"] // num_ranks)
     store.region.advise_huge_pages()
+    masters = MasterState(plan, rank, store, device.device)
+    settlement = Settlement(plan, program, rank, store, masters, threads, job.hooks)
     share = store.layout.data_span.num_bytes // num_ranks
     store.region.populate(store.layout.data_span.offset + rank * share, share, threads)
-    masters = MasterState(plan, rank, store, device.device)
     masters.initialize(plan, store, threads)
-    settlement = Settlement(plan, program, rank, store, masters, threads, job.hooks)
     pids = _exchange_pids(rank, num_ranks, rendezvous)
     settlement.meet("phase", 0)  # every weight is in place, and all of the region has its pages
     if rank == 0 and kind == "cuda":
@@ -121,7 +121,12 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
         _dump_part(job, rank, store, masters)
     settlement.meet("phase", 2)
     if rank == 0:
-        about = {"device": device.summary, "transport": transport.name, "optimizer_threads": threads}
+        about = {
+            "device": device.summary,
+            "transport": transport.name,
+            "optimizer_threads": threads,
+            "rollback": settlement.rollback_kind,
+        }
         write_results(job, store, settlement, about)
         if job.dump_state:
             _merge_dump(job)

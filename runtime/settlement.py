@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from spipe import _native
+from spipe.memory import memory
 from spipe.ops import Kind
 from spipe.plan import Plan
 from spipe.program import Program
@@ -123,6 +124,17 @@ def _on_device(num_elements: int, dtype: torch.dtype, device: torch.device) -> t
     return private_memory(-(-size // 4)).view(torch.uint8)[:size].view(dtype)
 
 
+def undo_budget_bytes(plan: Plan, store: Store, masters: MasterState) -> int:
+    """Memory that the plan has for undoing this rank's steps: of its host's, the share of its parameters."""
+    is_held = plan.program().is_held
+    mine = sum(p.count for p in masters.parameters if not is_held(p.layer))
+    everyones = sum(p.count for i, row in enumerate(store.table.layers) for p in row
+                    if store.table.owns_state(p) and not is_held(i))  # fmt: skip
+    if not mine:
+        return 0
+    return memory(plan).hosts[0]["undo data"] * mine // everyones
+
+
 class Settlement:
     """VALIDATE, STEP and COMMIT of one rank."""
 
@@ -134,11 +146,16 @@ class Settlement:
         self.masters = masters
         self.pool = _native.WorkerPool(num_threads)
         adam = plan.optimizer
-        self.optimizer = _native.Optimizer(self.pool, adam.beta1, adam.beta2, adam.epsilon, rollback="delta")
+        self.optimizer = _native.Optimizer(
+            self.pool, adam.beta1, adam.beta2, adam.epsilon,
+            rollback="auto", undo_budget_bytes=undo_budget_bytes(plan, store, masters),
+        )  # fmt: skip
         self.scaling: dict[int, Scaling] = {0: first_scaling(plan)}
         self.verdicts: dict[int, Verdict] = {}
         self.pending: list[tuple[int, Callable[[], tuple[bool, float]]]] = []
         """Statistics of this step's gradients, by parameter number, to be read at VALIDATE."""
+        self.overflowed = -1
+        """The last step of which this rank has seen a non-finite gradient."""
         self.cpu_seconds = 0.0
         flat = [p for row in store.table.layers for p in row]
         self.number = {(p.layer, p.name): n for n, p in enumerate(flat)}
@@ -152,6 +169,13 @@ class Settlement:
                         continue
                     parameters = [self._native_parameter(p, masters) for p in masters.parameters if p.layer in layers]
                     self.buckets[num_forward + k, b] = self.optimizer.add_bucket(parameters)
+        self.speculative = program.options.optimizer == "async"
+        self.optimizer.prepare(speculative=self.speculative)
+
+    @property
+    def rollback_kind(self) -> str:
+        """How a step is undone: ``delta``, ``snapshot``, ``defer``; ``none`` where every verdict comes first."""
+        return self.optimizer.rollback_kind if self.speculative else "none"
 
     def _native_parameter(self, parameter: Parameter, masters: MasterState) -> _native.Parameter:
         store = self.store
@@ -186,6 +210,8 @@ class Settlement:
         for number, ask in self.pending:
             nonfinite, sum_of_squares = ask()
             place[number] = float(nonfinite), sum_of_squares
+            if nonfinite:
+                self.overflowed = step
         self.pending.clear()
         self.meet("validate", step)
         overflow = bool(place[:, 0].any())
@@ -203,10 +229,22 @@ class Settlement:
         everyone = list(range(first, first + num_ranks))
         flags.wait_many(everyone, [step + 1] * num_ranks, math.inf, self.store.layout.abort)
 
+    def _knows_overflow(self, stage: int, bucket: int, step: int) -> bool:
+        """Whether it is certain that the step will be undone: this rank saw a non-finite gradient before this STEP.
+
+        On a CPU the statistics are there once they are listed; on a GPU only those of the bucket whose gradient the
+        STEP has waited for. VALIDATE will read the same ones.
+        """
+        mine = {self.number[p.layer, p.name] for p in self.store.table.of(self.program.buckets[stage][bucket])}
+        on_gpu = self.plan.hardware.device != "cpu"
+        if any(ask()[0] for number, ask in list(self.pending) if number in mine or not on_gpu):
+            self.overflowed = step
+        return self.overflowed == step
+
     def step(self, stage: int, bucket: int, step: int) -> str:
-        """Step a bucket; returns what came of it: ``bypass`` if the step was known to be skipped."""
+        """Step a bucket; returns what came of it: ``bypass`` if the step is known to be undone."""
         known = self.store.flags.get(self.validate_op) > step
-        if known and self.verdicts[step].overflow:
+        if self.verdicts[step].overflow if known else self._knows_overflow(stage, bucket, step):
             return "bypass"
         scaling, layers = self.scaling[step], self.program.buckets[stage][bucket]
         if (stage, bucket) not in self.buckets:

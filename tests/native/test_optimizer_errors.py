@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 import spipe._native as native
@@ -84,6 +85,36 @@ def test_wrong_step(optimizer, make_buffers, name, value):
         optimizer.submit(bucket, **({"step": 1, "learning_rate": 1e-3} | {name: value}))
     assert optimizer.state(bucket) == "idle"
     assert buffers.state_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"learning_rate": 1e-3}, TypeError, "misses the keyword argument 'step'"),
+        ({"step": 1}, TypeError, "misses the keyword argument 'learning_rate'"),
+        ({"step": 1, "learning_rate": 1e-3, "rate": 2}, TypeError, "unexpected keyword argument 'rate'"),
+        ({"step": 1.5, "learning_rate": 1e-3}, TypeError, "float"),
+        ({"step": "1", "learning_rate": 1e-3}, TypeError, "str"),
+        ({"step": 2**70, "learning_rate": 1e-3}, OverflowError, "too"),
+        ({"step": 1, "learning_rate": None}, TypeError, "NoneType"),
+        ({"step": 1, "learning_rate": 1e-3, "gradient_scale": "1"}, TypeError, "str"),
+        ({"step": 1, "learning_rate": 1e-3, "event": -1}, OverflowError, "negative"),
+    ],
+)
+def test_wrong_arguments_of_submit(optimizer, make_buffers, arguments, error, message):
+    bucket = optimizer.add_bucket([make_buffers(10).parameter()])
+    with pytest.raises(error, match=message):
+        optimizer.submit(bucket, **arguments)
+    for positional in ((), (bucket, 1)):
+        with pytest.raises(TypeError, match=f"{len(positional)} positional given"):
+            optimizer.submit(*positional, step=1, learning_rate=1e-3)
+    with pytest.raises(IndexError, match=f"bucket {2**40 + bucket} is unknown"):
+        optimizer.submit(2**40 + bucket, step=1, learning_rate=1e-3)
+    with pytest.raises(TypeError, match="Optimizer"):
+        native.Optimizer.submit(3, bucket, step=1, learning_rate=1e-3)
+    assert optimizer.state(bucket) == "idle"
+    optimizer.submit(np.int64(bucket), step=np.int64(1), learning_rate=np.float32(1e-3), statistics=np.True_)
+    assert len(optimizer.join(bucket).sums_of_squares) == 1
 
 
 @pytest.mark.parametrize(

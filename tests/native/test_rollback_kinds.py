@@ -1,5 +1,8 @@
 """Snapshot, undo log and deferral behind one interface: the same bits after commit, and after rollback as before."""
 
+import mmap
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -210,6 +213,59 @@ def test_auto_takes_what_the_memory_allows(pool, make_buffers, budget, beta1, ch
         optimizer.rollback(bucket)
     assert optimizer.rollback_kind == chosen
     assert [buffers.state_bytes() for buffers in group] == before
+
+
+BYTES = {"gradient": 2, "master": 4, "first_moment": 4, "second_moment": 4, "weight": 2}
+
+
+def parameter_at(arrays, count):
+    at = {name: array.ctypes.data for name, array in arrays.items()}
+    return native.Parameter(gradient_dtype="bf16", weight_dtype="bf16", count=count, **at)
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif("san" in os.environ.get("LD_PRELOAD", ""), reason="sanitizers have memory of their own")
+@pytest.mark.parametrize(
+    ("kind", "beta1", "chosen", "undo_bytes"),
+    [("auto", 0.9, "delta", 3), ("auto", 0.0, "snapshot", 12), ("snapshot", 0.9, "snapshot", 12),
+     ("defer", 0.9, "defer", 0)],
+)  # fmt: skip
+def test_prepared_steps_need_no_new_memory(pool, kind, beta1, chosen, undo_bytes):
+    count = 5_000_000
+    optimizer = new_optimizer(pool, kind, beta1)
+    arrays = {name: np.frombuffer(mmap.mmap(-1, count * size), np.uint8) for name, size in BYTES.items()}
+    bucket = optimizer.add_bucket([parameter_at(arrays, count)])
+    before = resident_bytes()
+    optimizer.prepare(speculative=True)
+    prepared = resident_bytes()
+    assert prepared - before > count * (sum(BYTES.values()) + undo_bytes) * 0.98
+    assert optimizer.rollback_kind == chosen
+    held = optimizer.undo_bytes
+    assert count * undo_bytes <= held <= count * undo_bytes + 3_000_000  # whole huge pages
+    for settle in (optimizer.rollback, optimizer.commit):
+        step(optimizer, bucket)
+        settle(bucket)
+    assert resident_bytes() - prepared < 4_000_000
+    assert optimizer.undo_bytes == held
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_preparing_keeps_every_byte_and_allocates_undo_memory_only_if_asked(pool, make_buffers, speculative):
+    optimizer = new_optimizer(pool, "delta", rounding="stochastic")
+    group = [make_buffers(count, misalignment=1) for count in (1, 5000, 2_000_000, 3)]
+    before = [buffers.state_bytes() for buffers in group]
+    buckets = [optimizer.add_bucket([b.parameter() for b in part]) for part in (group[:3], group[3:])]
+    optimizer.prepare(speculative=speculative)
+    optimizer.prepare(speculative=speculative)
+    assert [buffers.state_bytes() for buffers in group] == before
+    assert (optimizer.undo_bytes > 0) == speculative
+    step(optimizer, buckets[1])
+    with pytest.raises(RuntimeError, match="cannot prepare bucket 1: it is stepped"):
+        optimizer.prepare(speculative=speculative)
 
 
 def test_wrong_choices(pool):

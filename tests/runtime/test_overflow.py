@@ -8,6 +8,7 @@ import pytest
 import torch
 from reference import Reference, differences
 
+from spipe.ops import Kind
 from spipe.plan import Plan
 from spipe.runtime import RunResult
 from spipe.runtime.hooks import TestHooks
@@ -54,6 +55,47 @@ def test_a_speculative_step_is_rolled_back(run_plan: Callable[..., RunResult], s
     trace = Trace.load(result.output / "trace.json")
     undone = {trace.names[op] for (_, op), note in trace.notes.items() if note == "rollback"}
     assert any(name.startswith("COMMIT B3") for name in undone)
+
+
+@pytest.mark.parametrize("optimizer_workers", [1, 2])
+@pytest.mark.parametrize("k", range(4))
+def test_no_step_starts_once_its_rank_knows(
+    run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan], k: int, optimizer_workers: int
+) -> None:
+    """An infinite gradient in any stage: nothing changes, and STEPs that start once it is on the host are left out."""
+    plan = small_plan(1, backward=4, options={"optimizer_workers": optimizer_workers})
+    layer = plan.layout.backward[k].first
+    reference = Reference(plan, overflow=((BAD_STEP, layer),)).run(4)
+    result = run_plan(plan, 4, hooks=TestHooks(overflow=((BAD_STEP, k),)), trace_steps=4)
+    assert result.skipped_steps == [BAD_STEP]
+    assert differences(torch.load(result.output / "state.pt"), reference.state) == []
+    trace, program = Trace.load(result.output / "trace.json"), plan.program()
+    rows = trace.rows(BAD_STEP)
+    stage = len(plan.layout.forward) + k
+    arrived = next(
+        trace.end_s[row]
+        for op, row in rows.items()
+        if program.kind[op] == Kind.OFFLOAD_GRAD
+        and program.stage[op] == stage
+        and layer in program.buckets[stage][program.index[op]]
+    )
+    later = [op for op, row in rows.items() if program.kind[op] == Kind.STEP and trace.start_s[row] >= arrived]
+    assert {trace.notes.get((BAD_STEP, op)) for op in later} == {"bypass"}
+    own = [op for op in later if program.stage[op] == stage]
+    assert own, "the STEP of the bucket itself comes after its gradient"
+
+
+@pytest.mark.parametrize(
+    ("beta1", "optimizer", "kind"), [(0.9, "async", "delta"), (0.0, "async", "snapshot"), (0.9, "sync", "none")]
+)
+def test_the_way_to_undo_a_step_follows_the_plan(
+    run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan], beta1: float, optimizer: str, kind: str
+) -> None:
+    plan = small_plan(2, optimizer={"beta1": beta1}, options={"optimizer": optimizer})
+    reference = Reference(plan, overflow=((BAD_STEP, plan.layout.backward[0].first),)).run(4)
+    result = run_plan(plan, 4, hooks=TestHooks(overflow=((BAD_STEP, 0),)))
+    assert result.summary["rollback"] == kind
+    assert differences(torch.load(result.output / "state.pt"), reference.state) == []
 
 
 def test_overflow_in_the_first_step_and_twice_in_a_row(

@@ -69,6 +69,7 @@ class Job:
             raise SpipeError(f"trace_steps = {self.trace_steps} should be at least 0")
         if not self.timeout_s > 0:
             raise SpipeError(f"timeout_s = {self.timeout_s} should be positive")
+        self.plan.require_runnable()
         hardware = self.plan.hardware
         hosts = hardware.host_of(self.num_ranks - 1) + 1
         if hosts > 1:

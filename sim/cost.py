@@ -165,6 +165,22 @@ class CostModel:
         model = self.model
         return math.fsum(self.layer_s(model.layer_kind(layer), pass_name) for layer in layers)
 
+    def weight_gradient_s(self, layers: range) -> float:
+        """Seconds of the second half of a backward that is split in two: the gradients of the weights."""
+        kinds = [self.model.layer_kind(layer) for layer in layers]
+        return math.fsum(self._weight_gradient_share(kind) * self.layer_s(kind, "backward") for kind in kinds)
+
+    def _weight_gradient_share(self, kind: LayerKind) -> float:
+        """As many operations as the forward has outside attention scores, which have no weights."""
+        if kind == "embedding":
+            return 1.0
+        if kind == "head" or self.hardware.unit_cost is not None:
+            return 0.5
+        scores = 4.0 * self.tokens * self.sequence * self.model.attention_size / 2  # causal
+        return 0.5 * (
+            1 - scores / self.model.layer_forward_flops(kind, self.microbatch_size, self.sequence, causal=True)
+        )
+
     def layer_costs(self) -> list[float]:
         """Forward seconds of every layer, head and embedding included: what balances the cuts of a layout."""
         model = self.model
@@ -182,6 +198,11 @@ class CostModel:
         if tied and tied[1][0] in layers:
             return self.num_parameters(layers) - self.model.vocab_size * self.model.hidden_size
         return self.num_parameters(layers)
+
+    def saved_bytes(self, layers: range) -> int:
+        """Bytes that a forward of the layers saves for their backward, for one microbatch."""
+        model, size, sequence, element = self.model, self.microbatch_size, self.sequence, self.element_bytes
+        return sum(model.layer_activation_bytes(model.layer_kind(i), size, sequence, element) for i in layers)
 
     def boundary_bytes(self) -> int:
         """Bytes of an activation, gradient or stage input of one microbatch."""

@@ -87,21 +87,25 @@ class _Engine:
             self.members[together[0]] = together
 
     def _link_nodes(self) -> None:
-        """Ops that wait for a node, in its step and in the next one, and how many ops a node waits for."""
+        """Ops that wait for a node, in its step and in the next two, and how many ops a node waits for."""
         node = self.node
         self.waiters: list[list[int]] = [[] for _ in range(self.count)]
         self.waiters_next: list[list[int]] = [[] for _ in range(self.count)]
-        first, later = [0] * self.count, [0] * self.count
+        self.waiters_stale: list[list[int]] = [[] for _ in range(self.count)]
+        first, later, stale = [0] * self.count, [0] * self.count, [0] * self.count
         for i, needs in enumerate(self.program.dependencies):
             first[node[i]] += len(needs)
             for d in needs:
                 self.waiters[node[d]].append(i)
         for i, needs in enumerate(self.program.carried):
             if needs:
-                later[node[i]] += len(needs)
                 for d in needs:
-                    self.waiters_next[node[d]].append(i)
-        self.unmet = first + [a + b for a, b in zip(first, later, strict=True)] * (self.num_steps - 1)
+                    one_step = self.program.lag(i, d) == 1
+                    (later if one_step else stale)[node[i]] += 1
+                    (self.waiters_next if one_step else self.waiters_stale)[node[d]].append(i)
+        second = [a + b for a, b in zip(first, later, strict=True)]
+        self.unmet = first + second * min(self.num_steps - 1, 1)
+        self.unmet += [a + b for a, b in zip(second, stale, strict=True)] * (self.num_steps - 2)
 
     def _queue_nodes(self) -> None:
         """The order of every lane; the collectives of all ranks share one."""
@@ -217,7 +221,7 @@ class _Engine:
         count, node, unmet = self.count, self.node, self.unmet
         i = k % count
         base = k - i
-        for waiters in (self.waiters[i], self.waiters_next[i]):
+        for waiters in (self.waiters[i], self.waiters_next[i], self.waiters_stale[i]):
             if base < self.total:
                 for j in waiters:
                     self.ready[base + j] = now

@@ -14,6 +14,7 @@ _WORDS = {
     Kind.FORWARD: "forward",
     Kind.RECOMPUTE: "recompute and backward",
     Kind.BACKWARD: "recompute and backward",
+    Kind.WEIGHT_GRADIENT: "weight gradients",
     Kind.FETCH: "weights to the accelerator",
     Kind.OFFLOAD_GRAD: "gradients to the host",
     Kind.STEP: "optimizer",
@@ -87,11 +88,11 @@ def explain(simulation: Simulation) -> Explanation:
         shares[segment.resource] += segment.seconds
     changes = []
     plan, options = simulation.plan, simulation.plan.options
-    roomier = plan.replace(options=options.replace(weight_slots=options.weight_slots + 1))
     variants = [(what, plan.replace(hardware=hardware)) for what, hardware in better(simulation.hardware)]
-    variants.append(
-        ("accelerator memory for the weights of one more stage", roomier.replace(hardware=simulation.hardware))
-    )
+    if options.weight_slots is not None:
+        roomier = options.replace(weight_slots=options.weight_slots + 1)
+        what = "accelerator memory for the weights of one more stage"
+        variants.append((what, plan.replace(hardware=simulation.hardware, options=roomier)))
     for what, variant in variants:
         step_s = simulate(variant, contention=simulation.contention).step_s
         changes.append({"change": what, "step_s": step_s, "gain": 1 - step_s / simulation.step_s})

@@ -18,6 +18,7 @@ from spipe.topology import Place, Route
 _PASS: dict[int, PassName] = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
 _BOUNDARY = {*PARTNER, *RECVS, Kind.STORE_STAGE_INPUT, Kind.LOAD_STAGE_INPUT}
 _HELD = (Kind.FETCH, Kind.OFFLOAD_GRAD)  # copies inside the accelerator where it holds the layer
+_MESSAGES = {Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT}
 _TOKEN_BYTES = 8
 # A scheduler lets a thread that was asleep go first, so that a copy takes its core from compute instead of sharing it.
 _BRIEF_SHARE = 100.0
@@ -63,6 +64,10 @@ class Pricing:
         self.on_cpu = self.hardware.device == "cpu"
         self.edges = self.hardware.edges()
         self.num_edges = len(self.edges)
+        self.split = Kind.WEIGHT_GRADIENT in program.kind
+        direct = program.options.message_route == "p2p"
+        by_host = self.hardware.replace(peer_to_peer=False, gpu_direct_rdma=False)
+        self.message_topology = (self.hardware if direct else by_host).topology
         self.capacities = [edge.bandwidth_bytes_per_s for edge in self.edges]
         self.capacities += [self.hardware.cpu.memory_bandwidth_bytes_per_s] * self.hardware.num_hosts
         self.capacities += [float(self.hardware.cpu.cores)] * self.hardware.num_hosts
@@ -94,7 +99,7 @@ class Pricing:
         kind, rank = Kind(program.kind[i]), program.rank[i]
         overhead = model.overhead_s(kind)
         if kind in COMPUTE:
-            seconds = model.stage_s(program.layers(program.stage[i]), _PASS[kind]) + overhead
+            seconds = self.compute_s(kind, program.stage[i], overhead)
             seconds += 0.0 if self.on_cpu else self.message_s(kind, program.stage[i])
             return seconds, self.on_cores(seconds, [(rank, float(model.compute_threads))]) if self.on_cpu else None
         if kind is Kind.STEP:
@@ -106,7 +111,23 @@ class Pricing:
         parts = self.parts(i)
         if not parts:
             return overhead, None
-        return self.transfer(parts, overhead, self.threads(i), program.partner[i] >= 0)
+        by_kernel = program.partner[i] >= 0 and not (kind in _MESSAGES and program.options.message_route == "host")
+        return self.transfer(parts, overhead, self.threads(i), by_kernel)
+
+    def compute_s(self, kind: Kind, stage: int, overhead: float) -> float:
+        """Seconds of a compute op without messages; nothing where a stage finds what its forward saved."""
+        model, layers = self.model, self.program.layers(stage)
+        if kind is Kind.RECOMPUTE and self.keeps(stage):
+            return 0.0
+        if kind is Kind.WEIGHT_GRADIENT:
+            return model.weight_gradient_s(layers) + overhead
+        split = kind is Kind.BACKWARD and self.split
+        return model.stage_s(layers, _PASS[kind]) - (model.weight_gradient_s(layers) if split else 0.0) + overhead
+
+    def keeps(self, stage: int) -> bool:
+        """Whether a backward stage finds what its forward saved."""
+        first = len(self.program.layout.forward)
+        return self.program.options.recompute == "never" and stage - first < first
 
     def message_s(self, kind: Kind, stage: int) -> float:
         """Compute time that messages take from an op of a stage: what is received for it and what is sent after it."""
@@ -114,20 +135,22 @@ class Pricing:
         first = len(layout.forward)
         came_from: list[int] = []
         goes_to: list[int] = []
+        on_host = program.options.message_route == "host"
         if kind is Kind.FORWARD:
             here = layout.forward[stage].rank
-            came_from += [s.rank for s in layout.forward[max(stage - 1, 0) : stage]]
-            goes_to += [s.rank for s in layout.forward[stage + 1 : stage + 2]]
+            if not on_host:
+                came_from += [s.rank for s in layout.forward[max(stage - 1, 0) : stage]]
+                goes_to += [s.rank for s in layout.forward[stage + 1 : stage + 2]]
             if program.options.stage_input_route == "p2p":
                 inputs = [(layout.stage_input(k).forward, s.rank) for k, s in enumerate(layout.backward) if s.first > 0]
                 goes_to += [reader for source, reader in inputs if source == stage]
         else:
             k = stage - first
             here = layout.backward[k].rank
-            if kind is Kind.BACKWARD:
+            if kind is Kind.BACKWARD and not on_host:
                 came_from += [s.rank for s in layout.backward[k + 1 : k + 2]]
                 goes_to += [s.rank for s in layout.backward[max(k - 1, 0) : k]]
-            elif program.options.stage_input_route == "p2p" and layout.backward[k].first > 0:
+            elif kind is Kind.RECOMPUTE and program.options.stage_input_route == "p2p" and layout.backward[k].first > 0:
                 came_from.append(layout.stage_input(k).rank)
         routes = [self.hardware.route(("gpu", here), ("gpu", other)) for other in goes_to if other != here]
         for other in came_from:
@@ -192,10 +215,14 @@ class Pricing:
             num_bytes = model.num_parameters(self.bucket(i)) * model.element_bytes
         elif kind is Kind.LOAD_TOKENS:
             num_bytes = _TOKEN_BYTES * model.tokens
+        elif kind in (Kind.STORE_STAGE_INPUT, Kind.LOAD_STAGE_INPUT) and self.keeps(program.stage[i]):
+            num_bytes = model.saved_bytes(program.layers(program.stage[i]))
         elif kind in _BOUNDARY:
             num_bytes = model.boundary_bytes()
         else:
             return []
+        if kind in _MESSAGES:
+            return [(self.message_topology.route(source, target), num_bytes)]
         return [(hardware.route(source, target), num_bytes)]
 
     def bucket(self, i: int) -> range:
@@ -203,14 +230,14 @@ class Pricing:
         return self.program.buckets[self.program.stage[i]][self.program.index[i]]
 
     def transfer(
-        self, parts: list[Part], overhead: float, threads: list[tuple[int, float]], message: bool = False
+        self, parts: list[Part], overhead: float, threads: list[tuple[int, float]], by_kernel: bool = False
     ) -> tuple[float, FlowSpec | None]:
         """A copy over one route or, one after the other, over several.
 
         It holds its routes for its latency, too; a copy that is mostly latency is not worth sharing a link for.
         """
         num_bytes = math.fsum(size for _, size in parts)
-        width = self.message_bandwidth if message and not threads else self.bandwidth
+        width = self.message_bandwidth if by_kernel and not threads else self.bandwidth
         bandwidth_s = math.fsum(size / width(route) for route, size in parts)
         seconds = bandwidth_s + math.fsum(route.latency_s for route, _ in parts) + overhead
         if threads:

@@ -83,7 +83,9 @@ def search(
     """
     Options(**(plan_fields.get("options") or {}))  # an unknown option is the caller's mistake, not a plan that fails
     return _Search(model, hardware, global_batch, sequence, precision or default_precision(hardware), plan_fields).run(
-        schedules=sorted(SCHEDULES, key=list(SCHEDULES).index) if schedules is None else list(schedules),
+        schedules=[name for name in SCHEDULES if not SCHEDULES[name].simulated_only]
+        if schedules is None
+        else list(schedules),
         num_ranks=_rank_choices(hardware, num_ranks),
         forward_stages=_choices("forward_stages", forward_stages),
         backward_stages=_choices("backward_stages", backward_stages),

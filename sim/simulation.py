@@ -39,9 +39,14 @@ class Simulation:
 
     @cached_property
     def step_s(self) -> float:
-        """A step in steady state: distance of the VALIDATEs of the last two steps."""
-        ends = self._ends(self.timeline, Kind.VALIDATE)
-        return ends[-1] - ends[-2] if len(ends) > 1 else self.makespan_s
+        """A step in steady state: distance of its VALIDATE from that of the step before."""
+        ends, last = self._ends(self.timeline, Kind.VALIDATE), self.last_step
+        return ends[last] - ends[last - 1] if last else self.makespan_s
+
+    @property
+    def last_step(self) -> int:
+        """The step that counts: the last one, or with stale weights the one before, which the last one overlaps."""
+        return self.timeline.num_steps - (2 if self.program.options.optimizer == "stale" else 1)
 
     @cached_property
     def makespan_s(self) -> float:
@@ -67,15 +72,17 @@ class Simulation:
 
     @cached_property
     def hardware_flops_utilisation(self) -> float:
-        """All operations that the ranks do, recompute and dead forward work included, over their peak."""
+        """All operations that the ranks do, any recompute and dead forward work included, over their peak."""
         plan, model = self.plan, self.plan.model
         layer = [
             model.layer_forward_flops(model.layer_kind(i), plan.microbatch_size, plan.sequence, causal=True)
             for i in range(model.num_total_layers)
         ]
         layout = self.program.layout
+        kept = len(layout.forward) if plan.options.recompute == "never" else 0
         forward = sum(layer[i] for stage in layout.forward for i in stage.layers)
-        return (forward + 3 * sum(layer)) * plan.num_microbatches / (self.step_s * self._peak)
+        again = sum(layer[i] for stage in layout.backward[kept:] for i in stage.layers)
+        return (forward + again + 2 * sum(layer)) * plan.num_microbatches / (self.step_s * self._peak)
 
     @property
     def _peak(self) -> float:
@@ -97,8 +104,8 @@ class Simulation:
 
     @cached_property
     def bubbles(self) -> StepMetrics:
-        """Busy time and attributed idleness of the last step."""
-        return analyse(self.program, self.trace, self.timeline.num_steps - 1)
+        """Busy time and attributed idleness of the step that counts."""
+        return analyse(self.program, self.trace, self.last_step)
 
     @cached_property
     def memory(self) -> MemoryReport:
@@ -138,7 +145,7 @@ def simulate(
     Args:
         plan: what to simulate.
         hardware: instead of the plan's own.
-        num_steps: steps in a row; steps overlap, so that the last one counts.
+        num_steps: steps in a row; steps overlap, so that the last one counts. With stale weights one more is played.
         contention: whether ops share links, memory bandwidth and cores.
 
     Raises:
@@ -155,5 +162,6 @@ def simulate(
     program = plan.program()
     model = CostModel.of(plan, hardware)
     costs = op_costs(model, program)
+    num_steps += plan.options.optimizer == "stale"
     timeline = play(program, costs, num_steps, contention=contention)
     return Simulation(plan, hardware, program, timeline, costs, contention, model.notes)

@@ -52,6 +52,10 @@ class _Checker:
                 self.position[i] = counts[program.rank[i]]
                 counts[program.rank[i]] += 1
 
+        self.backward_kinds = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)[: 1 + (Kind.WEIGHT_GRADIENT in program.kind)]
+        self.last_kind = self.backward_kinds[-1]
+        """What makes the gradients of the weights."""
+
     def name(self, i: int) -> str:
         return f"{self.program.op(i)} of rank {self.program.rank[i]}"
 
@@ -66,7 +70,7 @@ class _Checker:
         expected: dict[tuple[Kind, int, int], int] = {}  # (kind, stage, index) -> rank
         for stage, spec in enumerate((*layout.forward, *layout.backward)):
             backward = stage >= self.num_forward
-            for kind in (Kind.RECOMPUTE, Kind.BACKWARD) if backward else (Kind.FORWARD,):
+            for kind in (Kind.RECOMPUTE, *self.backward_kinds) if backward else (Kind.FORWARD,):
                 expected.update({(kind, stage, m): spec.rank for m in range(program.num_microbatches)})
             if backward:
                 for kind in (Kind.OFFLOAD_GRAD, Kind.STEP, Kind.COMMIT):
@@ -172,9 +176,13 @@ class _Checker:
                 stage = first + k
                 i, j = self.find(Kind.RECOMPUTE, stage, m), self.find(Kind.BACKWARD, stage, m)
                 yield from self.after(j, i, "its recompute")
+                if self.last_kind is not Kind.BACKWARD:
+                    yield from self.after(self.find(self.last_kind, stage, m), j, "its first half")
                 if k in (0, len(layout.backward) - 1):
                     yield from self.loaded(i, stage, m)
-                if k:
+                if self.keeps(k):
+                    yield from self.saved(i, k, m)
+                elif k:
                     yield from self.stage_input(i, k, m)
                 if k + 1 < len(layout.backward):
                     above = self.find(Kind.BACKWARD, stage + 1, m)
@@ -192,20 +200,42 @@ class _Checker:
         program = self.program
         source, stage = self.layout.stage_input(k), self.num_forward + k
         producer = self.find(Kind.FORWARD, source.forward, m)
-        if program.options.stage_input_route == "p2p":
+        if program.options.stage_input_route == "p2p" or program.options.recompute == "never":
             yield from self.arrives(i, Kind.RECV_STAGE_INPUT, stage, m, producer, "its stage input")
             return
+        yield from self.through_host(i, stage, m, producer, "its stage input")
+
+    def keeps(self, k: int) -> bool:
+        """Whether a backward stage needs what its own forward saved, instead of a stage input."""
+        return self.program.options.recompute == "never" and k < self.num_forward
+
+    def saved(self, i: int, k: int, m: int) -> Iterator[str]:
+        """What a forward saved stays on its rank, or goes through host memory and back."""
+        forward, stage = self.find(Kind.FORWARD, k, m), self.num_forward + k
+        what = "what its forward saved"
+        if self.program.rank[forward] != self.program.rank[i]:
+            yield f"{self.name(i)} needs {what} on rank {self.program.rank[forward]}"
+        elif self.number.get((Kind.STORE_STAGE_INPUT, stage, m)):
+            yield from self.through_host(i, stage, m, forward, what)
+        else:
+            yield from self.after(i, forward, what)
+
+    def through_host(self, i: int, stage: int, m: int, producer: int, what: str) -> Iterator[str]:
+        """Op ``i`` reads what ``producer`` made and what was stored in host memory and loaded from there."""
         stores = self.number.get((Kind.STORE_STAGE_INPUT, stage, m), [])
         loads = self.number.get((Kind.LOAD_STAGE_INPUT, stage, m), [])
         if len(stores) != 1 or len(loads) != 1:
-            yield f"{self.name(i)} needs its stage input through host memory, but it is not stored and loaded once"
+            yield f"{self.name(i)} needs {what} through host memory, but it is not stored and loaded once"
             return
-        yield from self.after(i, loads[0], "its stage input")
-        yield from self.after(loads[0], stores[0], "its stage input")
-        yield from self.after(stores[0], producer, "its stage input")
+        yield from self.after(i, loads[0], what)
+        yield from self.after(loads[0], stores[0], what)
+        yield from self.after(stores[0], producer, what)
 
     def weights(self) -> Iterator[str]:
-        """Compute reads weights between FETCH and FREE, and every FETCH waits until all its layers are settled."""
+        """Compute reads weights between FETCH and FREE, and every FETCH waits until all its layers are settled.
+
+        With stale weights that is one step longer ago (``Program.lag``).
+        """
         program = self.program
         fetches: dict[tuple[int, int], list[int]] = defaultdict(list)  # (rank, residency) -> ops
         frees: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -254,7 +284,7 @@ class _Checker:
         head = self.find(Kind.OFFLOAD_GRAD, top, len(program.buckets[top]) - 1)
         for k, spec in enumerate(self.layout.backward):
             stage = first + k
-            backwards = [self.find(Kind.BACKWARD, stage, m) for m in range(program.num_microbatches)]
+            backwards = [self.find(self.last_kind, stage, m) for m in range(program.num_microbatches)]
             for b, layers in enumerate(program.buckets[stage]):
                 offload, step = self.find(Kind.OFFLOAD_GRAD, stage, b), self.find(Kind.STEP, stage, b)
                 commit = self.find(Kind.COMMIT, stage, b)
@@ -293,7 +323,7 @@ class _Checker:
             if kind == Kind.FETCH:
                 fetches[rank, program.visit[i]].append(i)
             elif kind == Kind.FREE:
-                if slot >= program.options.weight_slots:
+                if program.options.weight_slots is not None and slot >= program.options.weight_slots:
                     yield f"{self.name(i)} uses weight slot {slot} of {program.options.weight_slots}"
                 uses["weights", rank, 0, slot].append((fetches[rank, program.visit[i]], [i]))
             elif kind == Kind.RECV_ACTIVATION:
@@ -302,11 +332,11 @@ class _Checker:
                 )
             elif kind == Kind.RECV_GRADIENT:
                 uses["gradient", rank, program.lane[i], slot].append(
-                    ([i], [self.find(Kind.BACKWARD, stage, program.index[i])])
+                    ([i], [self.find(self.last_kind, stage, program.index[i])])
                 )
         for k, spec in enumerate(self.layout.backward):
             stage = self.num_forward + k
-            backwards = [self.find(Kind.BACKWARD, stage, m) for m in range(program.num_microbatches)]
+            backwards = [self.find(self.last_kind, stage, m) for m in range(program.num_microbatches)]
             offloads = [self.find(Kind.OFFLOAD_GRAD, stage, b) for b in range(len(program.buckets[stage]))]
             first = min(backwards, key=lambda i: self.position[i])
             uses["gradient slab", spec.rank, 0, program.slot[first]].append(([first], offloads))

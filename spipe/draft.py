@@ -21,7 +21,7 @@ for _kind in (Kind.SEND_STAGE_INPUT, Kind.RECV_STAGE_INPUT, Kind.STORE_STAGE_INP
     _CLASS[_kind] = 2
 _CLASS[Kind.FETCH] = 3
 
-_COST = {int(Kind.FORWARD): 1.0, int(Kind.RECOMPUTE): 1.0, int(Kind.BACKWARD): 2.0}
+_COST = {int(Kind.FORWARD): 1.0, int(Kind.RECOMPUTE): 1.0, int(Kind.BACKWARD): 2.0, int(Kind.WEIGHT_GRADIENT): 1.0}
 
 
 class Draft:
@@ -124,9 +124,21 @@ class Draft:
         return start, order
 
     def _costs(self) -> list[float]:
-        """Logical seconds: one forward cost for FORWARD and RECOMPUTE, two for BACKWARD, nothing for the rest."""
+        """Logical seconds: one forward cost for FORWARD, RECOMPUTE and each half of BACKWARD, nothing for the rest."""
         stage_costs = [self.layout.cost(stage) for stage in self.stages]
-        return [_COST[k] * stage_costs[s] if k in _COST else 0.0 for k, s in zip(self.kind, self.stage, strict=True)]
+        costs = [_COST[k] * stage_costs[s] if k in _COST else 0.0 for k, s in zip(self.kind, self.stage, strict=True)]
+        split = Kind.WEIGHT_GRADIENT in self.kind
+        for mine in self.compute if split or self.options.recompute == "never" else ():
+            for i in mine:
+                if split and self.kind[i] == Kind.BACKWARD:
+                    costs[i] /= 2
+                elif self.kind[i] == Kind.RECOMPUTE and self.keeps(self.stage[i] - self.num_forward):
+                    costs[i] = 0.0
+        return costs
+
+    def keeps(self, k: int) -> bool:
+        """Whether backward stage ``k`` finds what its forward saved and recomputes nothing."""
+        return self.options.recompute == "never" and k < self.num_forward
 
     def _refuse_cycle(self, stuck: set[int]) -> None:
         names = [f"{Kind(self.kind[i]).name} of stage {self.stage[i]} index {self.index[i]}" for i in sorted(stuck)[:4]]

@@ -6,7 +6,7 @@ stage: what lies above is dead work, because the top backward stage recomputes i
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from spipe.errors import SpipeError
@@ -119,6 +119,16 @@ class Layout:
                 return StageInput("input", j + 1, above.rank)
         return StageInput("output", j, source.rank)
 
+    def mapped(self, ranks: Sequence[int]) -> "Layout":
+        """The same stages with rank r renamed to ``ranks[r]``, for example by ``cross_mapping``."""
+        if sorted(ranks) != list(range(self.num_ranks)):
+            raise SpipeError(f"ranks = {list(ranks)} should name each of 0..{self.num_ranks - 1} once")
+
+        def renamed(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+            return tuple(Stage(stage.first, stage.stop, ranks[stage.rank]) for stage in stages)
+
+        return replace(self, forward=renamed(self.forward), backward=renamed(self.backward))
+
     def cost(self, stage: Stage) -> float:
         """Relative forward cost of a stage for one microbatch."""
         return sum(self.layer_costs[stage.first : stage.stop])
@@ -213,6 +223,30 @@ def decoupled_layout(
         backward=stages_from_cuts(backward, [(num_backward - 1 - k) % num_ranks for k in range(num_backward)]),
         layer_costs=tuple(costs),
     )
+
+
+def cross_mapping(num_ranks: int, ranks_per_host: int) -> list[int]:
+    """Ranks in pipeline order such that the c-th and the (N-1-c)-th share a host.
+
+    In SPipe's layout with as many forward as backward stages those two hold the same layers in the two passes, so that
+    every fetch comes from the rank's own host; with finer backward stages some do.
+
+    Raises:
+        SpipeError: if the ranks do not fill hosts of an even number of ranks.
+    """
+    if num_ranks <= ranks_per_host:
+        return list(range(num_ranks))
+    if num_ranks % ranks_per_host or ranks_per_host % 2:
+        raise SpipeError(
+            f"cross mapping pairs the ranks of a host: {num_ranks} ranks do not fill hosts of {ranks_per_host} by two; "
+            "use whole hosts with an even number of ranks each, or leave cross mapping out"
+        )
+    half = ranks_per_host // 2
+    first = [host * ranks_per_host + i for host in range(num_ranks // ranks_per_host) for i in range(half)]
+    second = [
+        host * ranks_per_host + half + i for host in reversed(range(num_ranks // ranks_per_host)) for i in range(half)
+    ]
+    return first + second
 
 
 def coupled_layout(num_ranks: int, costs: Sequence[float], num_stages: int, *, full_forward: bool = False) -> Layout:

@@ -5,6 +5,7 @@ dependencies that make it correct. Slot reuse is a dependency like any other; wh
 for is the last user of that slot in the previous step (``carried``).
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
@@ -80,17 +81,25 @@ class _Lowering(Draft):
         self.forward = [[-1] * self.microbatches for _ in range(self.num_forward)]
         self.recompute = [[-1] * self.microbatches for _ in range(self.num_backward)]
         self.backward = [[-1] * self.microbatches for _ in range(self.num_backward)]
+        self.last_backward = [[-1] * self.microbatches for _ in range(self.num_backward)]  # makes weight gradients
+        if self.options.recompute == "never":
+            require_passes_together(self.layout)
         for rank, steps in enumerate(self.order):
             mine = self.compute[rank]
             for pass_, k, m in steps:
                 if pass_ == "F":
                     self.forward[k][m] = self.add(Kind.FORWARD, k, m, rank, "compute", [])
                     mine.append(self.forward[k][m])
+                elif pass_ == "W":
+                    stage, after = self.num_forward + k, self.backward[k][m]
+                    self.last_backward[k][m] = self.add(Kind.WEIGHT_GRADIENT, stage, m, rank, "compute", [after])
+                    mine.append(self.last_backward[k][m])
                 else:
                     stage = self.num_forward + k
                     self.recompute[k][m] = self.add(Kind.RECOMPUTE, stage, m, rank, "compute", [])
                     self.backward[k][m] = self.add(Kind.BACKWARD, stage, m, rank, "compute", [self.recompute[k][m]])
                     mine += (self.recompute[k][m], self.backward[k][m])
+                    self.last_backward[k][m] = self.backward[k][m]
         missing = [f"F{k} m{row.index(-1)}" for k, row in enumerate(self.forward) if -1 in row]
         missing += [f"B{k} m{row.index(-1)}" for k, row in enumerate(self.backward) if -1 in row]
         if missing:
@@ -104,7 +113,9 @@ class _Lowering(Draft):
         for rank in range(self.layout.num_ranks):
             visits = self._visits(rank)
             next_use = _next_uses([(self.stages[s].first, self.stages[s].stop) for s, _ in visits])
-            num_slots = self.options.weight_slots
+            num_slots = len({self._range(s) for s, _ in visits})
+            if self.options.weight_slots is not None:
+                num_slots = self.options.weight_slots
             holder: list[int] = [-1] * num_slots  # slot -> number of the visit last served from it
             residency: list[tuple[int, list[int], int]] = []  # (stage, readers, slot)
             resident: list[int] = [-1] * num_slots  # slot -> residency
@@ -207,7 +218,7 @@ class _Lowering(Draft):
             "p2p",
             [(k, self.num_forward + k, ranks[k + 1], ranks[k]) for k in reversed(range(self.num_backward - 1))],
             producer=lambda k, m: self.backward[k + 1][m],
-            consumer=lambda k, m: self.backward[k][m],
+            consumer=lambda k, m: self.last_backward[k][m],
             waiting=lambda k, m: first_reader[k][m],
         )
 
@@ -261,21 +272,26 @@ class _Lowering(Draft):
 
     def add_stage_inputs(self) -> None:
         """The activations kept for recompute: kept where they are, sent when produced, or through host memory."""
-        loads: dict[int, list[tuple[int, int]]] = {}  # rank -> (reader, load)
+        never, on_host = self.options.recompute == "never", self.options.stage_input_route == "host"
+        loads: dict[int, list[tuple[int, int, int]]] = {}  # rank -> (reader, load, last reader)
+        stores: dict[int, list[tuple[int, int]]] = {}  # rank -> (producer, store) of what a forward saved
+        staying = self._staying() if never and on_host else set()
         for k, stage in enumerate(self.layout.backward):
-            source = self.layout.stage_input(k)
-            if source.origin == "tokens":
+            source, keeps = self.layout.stage_input(k), self.keeps(k)
+            if source.origin == "tokens" and not (keeps and on_host):
                 continue
             number = self.num_forward + k
             for m in range(self.microbatches):
-                produced = self.forward[source.forward][m]
-                reader = self.recompute[k][m]
-                if self.options.stage_input_route == "host":
+                produced = self.forward[k if keeps else source.forward][m]
+                reader, last_reader = self.recompute[k][m], self.last_backward[k][m]
+                if on_host and keeps == never and (k, m) not in staying:
                     store = self.add(Kind.STORE_STAGE_INPUT, number, m, source.rank, "d2h_in", [produced])
                     load = self.add(Kind.LOAD_STAGE_INPUT, number, m, stage.rank, "h2d_in", [store])
                     self.carried[store].append(load)
                     self.deps[reader].append(load)
-                    loads.setdefault(stage.rank, []).append((reader, load))
+                    loads.setdefault(stage.rank, []).append((reader, load, last_reader))
+                    if keeps:
+                        stores.setdefault(stage.rank, []).append((produced, store))
                 elif source.rank == stage.rank:
                     self.deps[reader].append(produced)
                 else:
@@ -284,15 +300,35 @@ class _Lowering(Draft):
                     )
                     got = self.add(Kind.RECV_STAGE_INPUT, number, m, stage.rank, "p2p_in", [], peer=source.rank)
                     self.partner[sent], self.partner[got] = got, sent
-                    self.carried[got].append(self.backward[k][m])
+                    self.carried[got].append(last_reader)
                     self.deps[reader].append(got)
                     if self.options.stage_inputs == "sync":
                         following = self._following(produced)
                         self.deps[following] += [sent] if following >= 0 else []
-        for pairs in loads.values():
+        for uses in loads.values():
+            uses.sort()
+            readers, loaded, last = zip(*uses, strict=True)
+            at_a_time = max(j + 1 - bisect_left(last, reader) for j, reader in enumerate(readers))
+            self._ring(loaded, last, max(at_a_time, self.options.stage_input_slots))
+        for pairs in stores.values():
             pairs.sort()
-            backward = [reader + 1 for reader, _ in pairs]  # BACKWARD follows its RECOMPUTE
-            self._ring([load for _, load in pairs], backward, self.options.stage_input_slots)
+            self._ring([f for f, _ in pairs], [store for _, store in pairs], self.options.send_slots, number=False)
+
+    def _staying(self) -> set[tuple[int, int]]:
+        """(stage, microbatch) that do not go to the host: their backward is among the next few of their rank."""
+        staying: set[tuple[int, int]] = set()
+        for mine in self.compute:
+            behind: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> backwards before its forward
+            done = 0
+            for i in mine:
+                if self.kind[i] == Kind.FORWARD:
+                    behind[self.stage[i], self.index[i]] = done
+                elif self.kind[i] == Kind.BACKWARD:
+                    what = (self.stage[i] - self.num_forward, self.index[i])
+                    if done - behind.get(what, done) < self.options.stage_input_slots:
+                        staying.add(what)
+                    done += 1
+        return staying
 
     def _following(self, i: int) -> int:
         """The compute op of the same rank after ``i``, FREE left out; -1 if there is none."""
@@ -306,8 +342,8 @@ class _Lowering(Draft):
         self.offloads: dict[tuple[int, int], int] = {}
         for rank in range(self.layout.num_ranks):
             mine = [k for k, stage in enumerate(self.layout.backward) if stage.rank == rank]
-            mine.sort(key=lambda k: min(self.backward[k]))
-            first, last = [min(self.backward[k]) for k in mine], [max(self.backward[k]) for k in mine]
+            mine.sort(key=lambda k: min(self.last_backward[k]))
+            first, last = [min(self.last_backward[k]) for k in mine], [max(self.last_backward[k]) for k in mine]
             alternating = max((sum(e >= f for f in first[j:]) for j, e in enumerate(last)), default=0)
             num_slots = self.options.gradient_slots or max(2, alternating)
             for j, k in enumerate(mine):
@@ -323,7 +359,7 @@ class _Lowering(Draft):
                     self.add(Kind.OFFLOAD_GRAD, stage, b, rank, "d2h", [last[j]], slot=slot) for b in reversed(buckets)
                 ]
                 self.offloads.update({(k, self.index[i]): i for i in offloads})
-                for i in self.backward[k]:
+                for i in self.last_backward[k]:
                     self.slot[i] = slot
             slabs = [[self.offloads[k, b] for b in range(len(self.buckets[self.num_forward + k]))] for k in mine]
             for j in range(len(mine)):
@@ -396,6 +432,17 @@ class _Lowering(Draft):
             i for i in self.fetches if self.rank[i] == rank and self.buckets[self.stage[i]][self.index[i]] == layers
         ]
         return self.add(Kind.STEP, stage, bucket, rank, "device_step", [gradient, verdict, *readers])
+
+
+def require_passes_together(layout: Layout) -> None:
+    """Raises SpipeError unless every forward stage is also a backward stage, on the same rank."""
+    for k, stage in enumerate(layout.forward):
+        if layout.backward[k : k + 1] != (stage,):
+            raise SpipeError(
+                f"recompute = never keeps what a forward saves for its backward on its rank, but forward stage {k} "
+                f"(layers {stage.first}..{stage.stop - 1}, rank {stage.rank}) is not backward stage {k}, too; "
+                "use recompute = early, or a schedule that runs both passes of a stage on one rank"
+            )
 
 
 def _next_uses(ranges: Sequence[tuple[int, int]]) -> list[int]:

@@ -158,9 +158,10 @@ class _Account:
                 ring = (kind, program.lane[i])
                 sends[ring] = min(sends[ring] + 1, program.options.send_slots)
         microbatches = program.num_microbatches
-        inputs = [k for k, s in enumerate(layout.backward) if s.rank == rank and s.first > 0]
-        if program.options.stage_input_route == "host":
-            num_inputs = min(program.options.stage_input_slots, len(inputs) * microbatches)
+        kept = len(layout.forward) if program.options.recompute == "never" else 0
+        inputs = [k for k, s in enumerate(layout.backward) if s.rank == rank and s.first > 0 and k >= kept]
+        if program.options.stage_input_route == "host" and program.options.recompute != "never":
+            num_inputs = self.load_slots(rank)
         else:
             num_inputs = len(inputs) * microbatches
         local = any(a.rank == b.rank == rank for a, b in zip(layout.forward, layout.forward[1:], strict=False))
@@ -181,17 +182,49 @@ class _Account:
             "received messages": sum(rings.values()) * boundary,
             "unsent messages": sum(sends.values()) * boundary,
             "local activations": (microbatches + 1) * boundary * (local + local_gradients),
+            "saved by forwards": self.saved_by_forwards(rank),
             "recompute and backward": self.arena(rank),
             "tokens": tokens * 2 * aligned(8 * self.plan.microbatch_size * self.plan.sequence),
         }
 
+    def saved_by_forwards(self, rank: int) -> int:
+        """Without recompute: the most that forwards have saved and no backward has used up, at any time."""
+        program, num_forward = self.program, len(self.program.layout.forward)
+        if program.options.recompute != "never":
+            return 0
+        stages = [stage for stage in program.layout.forward if stage.rank == rank]
+        saved = [self.total(self.saved, stage.layers) for stage in stages]
+        if program.options.stage_input_route == "host":
+            staying, leaving = program.options.stage_input_slots, program.options.send_slots
+            places = min(staying + leaving + self.load_slots(rank), len(stages) * program.num_microbatches)
+            return max(saved, default=0) * places
+        last = Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in program.kind else Kind.BACKWARD
+        held = most = 0
+        for i, kind in enumerate(program.kind):
+            if program.rank[i] == rank:
+                if kind == Kind.FORWARD:
+                    held += self.total(self.saved, program.layers(program.stage[i]))
+                    most = max(most, held)
+                elif kind == last and program.stage[i] - num_forward < num_forward:
+                    held -= self.total(self.saved, program.layers(program.stage[i]))
+        return most
+
+    def load_slots(self, rank: int) -> int:
+        """Places for what is loaded back from host memory."""
+        program = self.program
+        loads = (i for i, kind in enumerate(program.kind) if kind == Kind.LOAD_STAGE_INPUT and program.rank[i] == rank)
+        return max((program.slot[i] + 1 for i in loads), default=0)
+
     def arena(self, rank: int) -> int:
         """The largest need of one compute op: temporaries of a forward, or a whole stage's saved activations."""
         layout, boundary = self.program.layout, self.boundary
+        kept = len(layout.forward) if self.program.options.recompute == "never" else 0
         forward = [max(self.temporary[i] for i in s.layers) + 2 * boundary for s in layout.forward if s.rank == rank]
         backward = [
-            self.total(self.saved, s.layers) + max(self.temporary[i] for i in s.layers) + 2 * boundary
-            for s in layout.backward
+            (self.total(self.saved, s.layers) if k >= kept else 0)
+            + max(self.temporary[i] for i in s.layers)
+            + 2 * boundary
+            for k, s in enumerate(layout.backward)
             if s.rank == rank
         ]
         return max([*forward, *backward], default=0)
@@ -207,13 +240,17 @@ class _Account:
             tied = self.model.vocab_size * self.model.hidden_size
             owned -= aligned(tied * self.element_bytes)
             state -= 12 * tied
-        stored = sum(1 for s in layout.backward if s.rank == rank and s.first > 0) * self.program.num_microbatches
+        options, microbatches = self.program.options, self.program.num_microbatches
+        if options.recompute == "never":
+            stages = [self.total(self.saved, s.layers) for s in layout.forward if s.rank == rank]
+        else:
+            stages = [self.boundary for s in layout.backward if s.rank == rank and s.first > 0]
         return {
-            "weights": owned,
+            "weights": owned * (2 if options.optimizer == "stale" else 1),
             "gradients": self.total(self.gradients, layers),
             "master weights and moments": state,
-            "undo data": state if self.program.options.optimizer == "async" else 0,
-            "stage inputs": stored * self.boundary if self.program.options.stage_input_route == "host" else 0,
+            "undo data": 0 if options.optimizer == "sync" else state,
+            "stage inputs": sum(stages) * microbatches if options.stage_input_route == "host" else 0,
         }
 
     @staticmethod

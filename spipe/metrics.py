@@ -1,8 +1,9 @@
 """Metrics of a step, from a trace: times, and every idle interval of every compute lane with one cause.
 
-One code for simulated and measured traces. A step's window reaches from the VALIDATE of the step before to its own (no
-compute of two steps can lie in one window, because weights are fetched only after their COMMIT); a step that stands
-alone has the window from its first op to its last.
+One code for simulated and measured traces. A step's window reaches from the VALIDATE of the step before to its own; a
+step that stands alone has the window from its first op to its last. No compute of two steps can lie in one window,
+because weights are fetched only after their COMMIT; with stale weights a window also holds the start of the next step,
+and every wait is one for a dependency.
 
 An idle interval belongs to the dependency of the next compute op that finished last; its parts are attributed as
 follows and always sum to the interval.
@@ -125,9 +126,14 @@ class _Analysis:
         self.start = [trace.start_s[rows[i]] for i in range(len(program))]
         self.end = [trace.end_s[rows[i]] for i in range(len(program))]
         before = trace.rows(step - 1)
-        self.carried_end = [
-            max((trace.end_s[before[d]] for d in deps if d in before), default=-math.inf) for deps in program.carried
-        ]
+        self.stale = program.options.optimizer == "stale"
+        earlier_rows = {1: before, 2: trace.rows(step - 2) if self.stale else {}}
+        self.carried_end = [-math.inf] * len(program)
+        for i, deps in enumerate(program.carried):
+            for d in deps:
+                row = earlier_rows[program.lag(i, d)].get(d) if self.stale else before.get(d)
+                if row is not None:
+                    self.carried_end[i] = max(self.carried_end[i], trace.end_s[row])
         # A lane in order also waits for what the ops before waited for: running maxima over the ops of a lane, apart
         # for the sending and the receiving side of a peer lane.
         self.lane_ready = [-math.inf] * len(program)
@@ -145,6 +151,9 @@ class _Analysis:
             self.window = (max(earlier), max(self.end[i] for i in validates))
         else:
             self.window = (min(self.start), max(self.end))
+        self.overlapping = self.stale and bool(earlier)
+        complete = self.overlapping and len(trace.rows(step + 1)) == len(program)
+        self.next = _Analysis(program, trace, step + 1) if complete else None
         self.lanes: list[list[int]] = [[] for _ in range(program.layout.num_ranks)]
         for i, kind in enumerate(program.kind):
             if kind in COMPUTE:
@@ -158,20 +167,24 @@ class _Analysis:
         last_compute = max(self.end[lane[-1]] for lane in computing)
         offloads = [i for i, kind in enumerate(self.program.kind) if kind == Kind.OFFLOAD_GRAD]
         last_offload = max(self.end[i] for i in offloads)
+        if self.overlapping:
+            first_compute = begin
         lead_in = list(self._causes(first, begin, first_compute))
         verdict = max(self.end[i] for i, kind in enumerate(self.program.kind) if kind == Kind.VALIDATE)
         ends = (("drain", last_compute), ("gradient push", last_offload), ("transfer", verdict), ("optimizer", finish))
         busy, bubbles = [], []
-        for lane in self.lanes:
+        for rank, lane in enumerate(self.lanes):
             parts: dict[str, list[float]] = {cause: [] for cause in CAUSES}
             for cause, seconds in lead_in:
                 parts[cause].append(seconds)
             at = first_compute
             total = 0.0
-            for position, i in enumerate(lane):
-                start, end = max(self.start[i], at), max(self.end[i], at)
+            ops = [(self, i) for i in lane] + ([(self.next, i) for i in self.next.lanes[rank]] if self.next else [])
+            for position, (of_step, i) in enumerate(ops):
+                start, end = (min(max(time, at), finish) for time in (of_step.start[i], of_step.end[i]))
                 if start > at:
-                    pieces = [("fill", start - at)] if position == 0 else self._causes(i, at, start)
+                    fill = position == 0 and not self.overlapping
+                    pieces = [("fill", start - at)] if fill else of_step._causes(i, at, start)
                     for cause, seconds in pieces:
                         parts[cause].append(seconds)
                 total += end - start

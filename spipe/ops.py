@@ -40,9 +40,11 @@ class Kind(IntEnum):
     VALIDATE = 17
     BARRIER = 18
     STORE_WEIGHTS = 19
+    WEIGHT_GRADIENT = 20
+    """The second half of a backward that is split in two: BACKWARD then only makes the gradient of the input."""
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD})
+COMPUTE = frozenset({Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT_GRADIENT})
 SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT, Kind.SEND_STAGE_INPUT})
 RECVS = frozenset({Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT, Kind.RECV_STAGE_INPUT})
 COLLECTIVES = frozenset({Kind.VALIDATE, Kind.BARRIER})

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
-from spipe.layout import Layout, Stage
+from spipe.layout import Layout, Stage, cross_mapping
 from spipe.lower import lower, require_size
 from spipe.model import ModelSpec
 from spipe.options import Options
@@ -162,6 +162,16 @@ class Plan(Spec):
         """The ops of one training step: the one schedule that simulator and runtime interpret."""
         return _program(self.layout, self.schedule, self.num_microbatches, self.options, self.model.tied_embeddings)
 
+    def require_runnable(self) -> None:
+        """Raises SpipeError if the schedule or an option is one that only the simulator knows."""
+        unknown_there = [f"schedule {self.schedule}"] if get_schedule(self.schedule).simulated_only else []
+        unknown_there += [f"option {option}" for option in self.options.simulated_only]
+        if unknown_there:
+            raise SpipeError(
+                f"{', '.join(unknown_there)}: the simulator knows this, the runtime does not; run another schedule or "
+                "option, or use `spipe simulate`"
+            )
+
     def digest(self) -> str:
         """A short name for what is trained and how, predictions and hardware left out."""
         text = self.model_dump_json(exclude={"predicted", "hardware"})
@@ -231,6 +241,7 @@ def make_plan(
     published: bool = False,
     layer_costs: Sequence[float] | None = None,
     layout: Layout | None = None,
+    cross: bool = False,
     options: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Plan:
@@ -244,6 +255,7 @@ def make_plan(
         published: the options and full forward of the published system instead of our defaults.
         layer_costs: relative forward cost of every layer; None: from its operations.
         layout: a layout of your own instead of stages per rank.
+        cross: order the ranks of several hosts by ``spipe.layout.cross_mapping`` instead of host by host.
         options: fields of ``Options`` that differ from the defaults.
         fields: further fields of ``Plan``.
 
@@ -267,6 +279,8 @@ def make_plan(
         if ranks > len(costs):
             raise SpipeError(f"{ranks} ranks are more than the {len(costs)} layers of {model.name}; use fewer ranks")
         layout = system.make_layout(ranks, costs, forward_stages, backward_stages, full_forward or published)
+    if cross:
+        layout = layout.mapped(cross_mapping(ranks, hardware.ranks_per_host))
     chosen = Options(**{**(system.published if published else {}), **(options or {})})
     return Plan(
         model=model,

@@ -49,7 +49,7 @@ class Program:
             (see ``stage_name``).
         rank, lane: who runs it, and in which of ``lanes``.
         dependencies: op numbers (all smaller) that have to be done before the op starts.
-        carried: op numbers of the *previous* step that have to be done before the op starts.
+        carried: op numbers of the *previous* step that have to be done before the op starts (see ``lag``).
         partner: the other half of a message, -1 for other ops.
         priority: sort key of ops in lanes with discipline ``deadline``: when the weights are needed again.
         slot: which weight slot (FETCH, FREE), gradient slab (BACKWARD, OFFLOAD_GRAD), receive slot (RECV of activations
@@ -107,6 +107,11 @@ class Program:
     def owner(self, layer: int) -> int:
         """The rank that runs the layer's backward: its gradients and optimizer state are there, or on its host."""
         return next(stage.rank for stage in self.layout.backward if layer in stage.layers)
+
+    def lag(self, i: int, d: int) -> int:
+        """How many steps before op ``i`` its carried dependency ``d`` lies: 1, or 2 for the COMMIT of stale weights."""
+        stale = self.options.optimizer == "stale" and self.kind[i] == Kind.FETCH and self.kind[d] == Kind.COMMIT
+        return 2 if stale else 1
 
     def op(self, i: int) -> Op:
         """Op ``i`` as an object."""

@@ -1,7 +1,8 @@
 """Schedules: the compute order of every rank. One generator a pattern, loops named by what they emit.
 
 A generator maps a layout and a number of microbatches to one list per rank of ``(pass, stage, microbatch)``, with pass
-``"F"`` or ``"B"``. A backward entry stands for the recompute and the backward of the microbatch. Everything else
+``"F"`` or ``"B"``. A backward entry stands for the recompute and the backward of the microbatch; in an order with
+entries ``"W"`` those make the gradients of the weights, and ``"B"`` only that of the stage's input. Everything else
 (communication, weights, gradients, optimizer) is added by ``spipe.lower``.
 """
 
@@ -12,7 +13,7 @@ from typing import Literal
 from spipe.errors import SpipeError, unknown
 from spipe.layout import Layout, coupled_layout, decoupled_layout
 
-ComputeOrder = list[list[tuple[Literal["F", "B"], int, int]]]
+ComputeOrder = list[list[tuple[Literal["F", "B", "W"], int, int]]]
 
 
 def breadth_first(layout: Layout, num_microbatches: int) -> ComputeOrder:
@@ -66,11 +67,37 @@ def one_forward_one_backward(layout: Layout, num_microbatches: int) -> ComputeOr
         if stages_per_rank > 1:
             warm_up = 2 * warm_up + (stages_per_rank - 1) * num_ranks
         warm_up = min(warm_up, len(forwards))
-        steps: list[tuple[Literal["F", "B"], int, int]] = [("F", k, m) for k, m in forwards[:warm_up]]
+        steps: list[tuple[Literal["F", "B", "W"], int, int]] = [("F", k, m) for k, m in forwards[:warm_up]]
         for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
             steps += [("F", *forward), ("B", *backward)]
         steps += [("B", k, m) for k, m in backwards[len(forwards) - warm_up :]]
         order.append([step for step in steps if step[0] == "B" or step[1] < len(layout.forward)])
+    return order
+
+
+def zero_bubble(layout: Layout, num_microbatches: int) -> ComputeOrder:
+    """ZB-H1 (Qi et al. 2023): 1F1B whose weight gradients are put off to fill the bubbles, with 1F1B's memory.
+
+    Rank r keeps r weight gradients back in the steady state; while the last gradients come in, one is made after each
+    of them, and what is left at the end. One stage a rank.
+    """
+    if len(layout.backward) > layout.num_ranks:
+        raise SpipeError(
+            f"ZB-H1 has one stage a rank, got {len(layout.backward)} stages on {layout.num_ranks} ranks; use one stage "
+            "a rank, or 1f1b for more"
+        )
+    order: ComputeOrder = []
+    for rank, steps in enumerate(one_forward_one_backward(layout, num_microbatches)):
+        last_forward = max((i for i, step in enumerate(steps) if step[0] == "F"), default=-1)
+        mine: list[tuple[Literal["F", "B", "W"], int, int]] = []
+        waiting: list[tuple[Literal["F", "B", "W"], int, int]] = []
+        for i, step in enumerate(steps):
+            mine.append(step)
+            if step[0] == "B":
+                waiting.append(("W", step[1], step[2]))
+                if i > last_forward or len(waiting) > rank:
+                    mine.append(waiting.pop(0))
+        order.append(mine + waiting)
     return order
 
 
@@ -101,6 +128,7 @@ class Schedule:
         compute_order: one of the generators above.
         decoupled: forward and backward of a layer may run on different ranks, so F and B are free; otherwise B = F.
         published: options of ``spipe.lower.Options`` that reproduce the published system, overriding the defaults.
+        simulated_only: the runtime does not know its ops.
     """
 
     name: str
@@ -109,6 +137,7 @@ class Schedule:
     compute_order: Callable[[Layout, int], ComputeOrder]
     decoupled: bool
     published: dict[str, object]
+    simulated_only: bool = False
 
 
 def _decoupled(num_ranks: int, costs: Sequence[float], forward: int, backward: int, full_forward: bool) -> Layout:
@@ -134,6 +163,7 @@ def _gpipe(num_ranks: int, costs: Sequence[float], forward: int, backward: int, 
 
 
 _SYNCHRONOUS: dict[str, object] = {"optimizer": "sync", "barrier": True, "recompute": "late", "bucket_layers": 0}
+_KEPT = _SYNCHRONOUS | {"recompute": "never", "weight_slots": None}
 
 SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule
@@ -166,7 +196,31 @@ SCHEDULES: dict[str, Schedule] = {
             _round_robin,
             breadth_first,
             True,
-            {"stage_input_route": "host", "optimizer": "sync", "barrier": True, "step_order": "arrival"},
+            {
+                "stage_input_route": "host",
+                "message_route": "host",
+                "optimizer": "sync",
+                "barrier": True,
+                "step_order": "arrival",
+            },
+        ),
+        Schedule(
+            "zb-h1",
+            "1F1B without recompute whose weight gradients fill the bubbles (zero bubble), with resident weights",
+            _coupled,
+            zero_bubble,
+            False,
+            _KEPT,
+            simulated_only=True,
+        ),
+        Schedule(
+            "pipeoffload",
+            "interleaved 1F1B without recompute, activations kept in host memory, with resident weights",
+            _coupled,
+            one_forward_one_backward,
+            False,
+            _KEPT | {"stage_input_route": "host"},
+            simulated_only=True,
         ),
     )
 }

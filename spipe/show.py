@@ -21,8 +21,8 @@ from spipe.program import Program
 from spipe.trace import Trace
 from spipe.units import to_human_units
 
-LETTERS = {Kind.FORWARD: "F", Kind.RECOMPUTE: "r", Kind.BACKWARD: "B"}
-STYLES = {"F": "cyan", "r": "blue", "B": "green", "=": "magenta", "^": "yellow"}
+LETTERS = {Kind.FORWARD: "F", Kind.RECOMPUTE: "r", Kind.BACKWARD: "B", Kind.WEIGHT_GRADIENT: "W"}
+STYLES = {"F": "cyan", "r": "blue", "B": "green", "W": "green", "=": "magenta", "^": "yellow"}
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -247,7 +247,7 @@ def timeline(program: Program, trace: Trace, window_s: tuple[float, float], widt
             lines.append(letter * len(list(group)), style=STYLES.get(letter, "dim"))
         lines.append("\n")
     lines.append(f"{'':<17}0{seconds(end - begin):>{width - 1}}\n")
-    lines.append(f"{'':<17}F forward, r recompute, B backward, = optimizer step, . idle")
+    lines.append(f"{'':<17}F forward, r recompute, B backward, W weight gradient, = optimizer step, . idle")
     return lines
 
 

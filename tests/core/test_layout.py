@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spipe.errors import SpipeError
-from spipe.layout import Layout, Stage, balanced_cuts, coupled_layout, decoupled_layout
+from spipe.layout import Layout, Stage, balanced_cuts, coupled_layout, cross_mapping, decoupled_layout
 
 
 @settings(max_examples=60, deadline=None)
@@ -105,3 +105,38 @@ def test_coupled_layout_shares_stages_between_passes() -> None:
     layout = coupled_layout(2, [1.0] * 8, 4)
     assert layout.forward == layout.backward[:-1]
     assert layout.ranks_used == {0, 1}
+
+
+def remote(layout: Layout, ranks_per_host: int) -> float:
+    """Part of the forward layers whose backward rank, which holds their weights, is on another host."""
+    owner = {layer: stage.rank for stage in layout.backward for layer in stage.layers}
+    hosts = [
+        (owner[layer] // ranks_per_host, stage.rank // ranks_per_host)
+        for stage in layout.forward
+        for layer in stage.layers
+    ]
+    return sum(a != b for a, b in hosts) / len(hosts)
+
+
+def test_cross_mapping_pairs_the_ends_of_the_pipeline() -> None:
+    assert cross_mapping(8, 4) == [0, 1, 4, 5, 6, 7, 2, 3]
+    assert cross_mapping(4, 4) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "backward", "without", "crossed"), [(16, 2, 1, 0), (16, 6, 1, 10 / 12), (32, 6, 1, 11 / 12)]
+)
+def test_cross_mapping_saves_remote_fetches(num_ranks: int, backward: int, without: float, crossed: float) -> None:
+    layout = decoupled_layout(
+        num_ranks, [1.0] * (6 * num_ranks), 2 * num_ranks, backward * num_ranks, full_forward=True
+    )
+    assert remote(layout, 4) == pytest.approx(without)
+    assert remote(layout.mapped(cross_mapping(num_ranks, 4)), 4) == pytest.approx(crossed)
+
+
+def test_cross_mapping_refuses_what_has_no_pairs() -> None:
+    for num_ranks, ranks_per_host in ((6, 4), (9, 3)):
+        with pytest.raises(SpipeError, match="cross mapping"):
+            cross_mapping(num_ranks, ranks_per_host)
+    with pytest.raises(SpipeError, match=r"each of 0\.\.1 once"):
+        coupled_layout(2, [1.0] * 4, 2).mapped([0, 0])

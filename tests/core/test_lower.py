@@ -15,6 +15,7 @@ from spipe.program import Program
 from spipe.schedules import SCHEDULES, breadth_first, one_forward_one_backward
 
 PUBLISHED = {"optimizer": "sync", "barrier": True, "recompute": "late", "bucket_layers": 0}
+KEPT = {"recompute": "never", "weight_slots": None}
 TIGHT = {"weight_slots": 1, "receive_slots": 1, "send_slots": 1, "token_slots": 1}
 
 
@@ -82,6 +83,10 @@ def programs(stages: int, ranks: int, microbatches: int) -> list[tuple[str, Prog
             ("mobius", {"weight_slots": 3, "device_layers": 12}),
             ("1f1b", {}),
             ("1f1b", TIGHT | {"reuse_weights": False}),
+            ("1f1b", KEPT | {"stage_input_route": "host"}),
+            ("mobius", KEPT | {"optimizer": "stale"}),
+            ("zb-h1", TIGHT),
+            ("zb-h1", KEPT | {"stage_input_route": "host", "stage_input_slots": 1}),
         ],
     ):
         if name == "spipe":
@@ -89,8 +94,9 @@ def programs(stages: int, ranks: int, microbatches: int) -> list[tuple[str, Prog
         else:
             layout = coupled_layout(ranks, costs, stages, full_forward=full_forward)
         groups = microbatches <= ranks or microbatches % ranks == 0 or stages == ranks
-        if name == "1f1b" and (stages % ranks or not groups):
-            with pytest.raises(SpipeError, match="divide"):
+        uneven = stages % ranks or not groups
+        if (name == "1f1b" and uneven) or (name == "zb-h1" and stages != ranks):
+            with pytest.raises(SpipeError, match=r"divide|one stage a rank"):
                 SCHEDULES[name].compute_order(layout, microbatches)
             continue
         order = SCHEDULES[name].compute_order(layout, microbatches)
@@ -214,3 +220,30 @@ def test_compute_keeps_the_generators_order() -> None:
     for rank in range(2):
         mine = [program.op(i) for i in program.of_rank(rank) if program.kind[i] in COMPUTE - {Kind.RECOMPUTE}]
         assert [(op.stage[0], int(op.stage[1:]), op.index) for op in mine] == order[rank]
+
+
+def test_resident_weights_are_fetched_once_a_step() -> None:
+    layout = coupled_layout(2, [1.0] * 8, 8)
+    order = one_forward_one_backward(layout, 4)
+    for rank in range(2):
+        assert fetches(lower(layout, order, 4, Options(weight_slots=None, bucket_layers=0)), rank) == 4
+        assert fetches(lower(layout, order, 4, Options(bucket_layers=0)), rank) > 4
+
+
+def test_what_is_needed_again_soon_does_not_go_to_the_host() -> None:
+    layout = coupled_layout(4, [1.0] * 4, 4, full_forward=True)
+    options = Options(recompute="never", stage_input_route="host", stage_input_slots=2)
+    program = lower(layout, one_forward_one_backward(layout, 8), 8, options)
+    stored = [sum(program.kind[i] == Kind.STORE_STAGE_INPUT for i in program.of_rank(rank)) for rank in range(4)]
+    assert stored == [6, 6, 0, 0]  # 4, 3, 2 and 1 microbatches are in flight; the first two come back at once
+
+
+def test_kept_activations_need_both_passes_on_one_rank() -> None:
+    layout = decoupled_layout(2, [1.0] * 8, 2, 4)
+    with pytest.raises(SpipeError, match=r"recompute = never.*forward stage 0"):
+        lower(layout, breadth_first(layout, 2), 2, Options(recompute="never"))
+
+
+def test_stale_weights_and_a_barrier_exclude_each_other() -> None:
+    with pytest.raises(SpipeError, match="optimizer = stale"):
+        Options(optimizer="stale", barrier=True)

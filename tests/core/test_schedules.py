@@ -4,7 +4,7 @@ import pytest
 
 from spipe.errors import SpipeError
 from spipe.layout import coupled_layout, decoupled_layout
-from spipe.schedules import SCHEDULES, ComputeOrder, breadth_first, get_schedule, one_forward_one_backward
+from spipe.schedules import SCHEDULES, ComputeOrder, breadth_first, get_schedule, one_forward_one_backward, zero_bubble
 
 
 def grid(order: ComputeOrder) -> list[str]:
@@ -43,6 +43,21 @@ def test_interleaved_1f1b_on_two_ranks() -> None:
         "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3",
         "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3",
     ]
+
+
+def test_zero_bubble_on_four_ranks() -> None:
+    layout = coupled_layout(4, [1.0] * 4, 4, full_forward=True)
+    assert ["".join(f"{pass_}{m}" for pass_, _, m in steps) for steps in zero_bubble(layout, 4)] == [
+        "F0F1F2F3B0W0B1W1B2W2B3W3",
+        "F0F1F2B0F3B1W0B2W1B3W2W3",
+        "F0F1B0F2B1F3B2W0B3W1W2W3",
+        "F0B0F1B1F2B2F3B3W0W1W2W3",
+    ]
+
+
+def test_zero_bubble_has_one_stage_a_rank() -> None:
+    with pytest.raises(SpipeError, match="ZB-H1 has one stage a rank, got 8 stages on 4 ranks"):
+        zero_bubble(coupled_layout(4, [1.0] * 8, 8), 4)
 
 
 def test_1f1b_refuses_microbatches_that_do_not_form_groups() -> None:

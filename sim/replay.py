@@ -247,11 +247,20 @@ class Replay:
 
         With a barrier all steps are alike, and one is played: it ends with its barrier.
         """
+        return self.step_and_ends(seconds, num_steps, _ints([]))[0]
+
+    def step_and_ends(self, seconds: Floats | None, num_steps: int, nodes: Ints) -> tuple[Floats, Floats]:
+        """``step_s``, and the mean time from the start of the last step at which the given nodes end."""
         kind, barrier = self.program.kind, self.program.options.barrier
         wanted = Kind.BARRIER if barrier else Kind.VALIDATE
         node = next(node for node, i in enumerate(self.leaders) if kind[i] == wanted)
-        ends = [end[node].copy() for _, end in self.steps(seconds, 1 if barrier else num_steps)]
-        return ends[-1] - ends[-2] if len(ends) > 1 else ends[-1]
+        before: Floats | float = 0.0
+        step: Floats
+        mean: Floats
+        for _, end in self.steps(seconds, 1 if barrier else num_steps):
+            step, mean = end[node] - before, end[nodes].mean(axis=0) - before if nodes.size else end[node]
+            before = end[node].copy()
+        return step, mean
 
 
 def _ints(values: Sequence[int]) -> Ints:

@@ -6,13 +6,14 @@ the same, cuts change what ops cost and hardly which ops there are. What has cha
 another stage, a weight slot can be reused) is put right by lowering the new cuts before the next round.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spipe.layout import Layout, balanced_cuts, stages_from_cuts
+from spipe.layout import Layout, stages_from_cuts
 from spipe.model import PassName
 from spipe.ops import COMPUTE, Kind
 from spipe.program import Program
@@ -64,13 +65,9 @@ class Freedom:
     coupled: bool
     full_forward: bool
 
-    def neighbours(self, cuts: Cuts, reach: int = 0) -> Iterator[Cuts]:
-        """All cuts that differ by one layer, moved from one stage to another through those between.
-
-        Args:
-            reach: moves pass through at most so many bounds; 0: any number.
-        """
-        for bounds in _shifted(cuts.backward, reach):
+    def neighbours(self, cuts: Cuts) -> Iterator[Cuts]:
+        """All cuts that differ by one layer, moved from one stage to another through those between."""
+        for bounds in _shifted(cuts.backward):
             if self.coupled:
                 yield Cuts(bounds[: len(cuts.forward)], bounds)
             elif self.full_forward:
@@ -80,15 +77,15 @@ class Freedom:
             elif bounds[-2] > cuts.forward[-2]:
                 yield Cuts((*cuts.forward[:-1], bounds[-2]), bounds)
         if not self.coupled:
-            for bounds in _shifted(cuts.forward, reach):
+            for bounds in _shifted(cuts.forward):
                 yield Cuts(bounds, cuts.backward)
 
 
-def _shifted(bounds: Bounds, reach: int) -> Iterator[Bounds]:
+def _shifted(bounds: Bounds) -> Iterator[Bounds]:
     """Bounds with a run of neighbouring inner ones moved by one layer."""
     last = len(bounds) - 1
     for begin in range(1, last):
-        for end in range(begin + 1, min(last, begin + reach) + 1 if reach else last + 1):
+        for end in range(begin + 1, last + 1):
             if bounds[end - 1] + 1 < bounds[end]:
                 yield (*bounds[:begin], *(x + 1 for x in bounds[begin:end]), *bounds[end:])
             if bounds[begin] - 1 > bounds[begin - 1]:
@@ -163,19 +160,27 @@ def _sums(model: CostModel, layers: int, name: PassName) -> Floats:
 
 
 def descend(
-    retiming: Retiming, freedom: Freedom, cuts: Cuts, *, max_rounds: int, reach: int = 0, max_neighbours: int = 2048
+    retiming: Retiming, freedom: Freedom, cuts: Cuts, *, budget: int, seed: int = 0, width: int = 64
 ) -> tuple[Cuts, float, int]:
-    """Steepest descent over neighbouring cuts: (best cuts, their score, neighbours judged)."""
-    (best,) = retiming.scores([cuts])
-    judged = 0
-    for _ in range(max_rounds):
-        around = list(freedom.neighbours(cuts, reach))[:max_neighbours]
-        if not around:
+    """Hill-climbing over neighbouring cuts: (best cuts, their score, neighbours judged).
+
+    Neighbours are judged ``width`` at a time, in an order drawn with ``seed``; the best of them is taken as soon as it
+    is better. Ends where no neighbour is, or after ``budget`` neighbours.
+    """
+    random = Random(seed)
+    (score,) = retiming.scores([cuts])
+    best, judged = float(score), 0
+    while judged < budget:
+        around = list(freedom.neighbours(cuts))
+        random.shuffle(around)
+        for begin in range(0, min(len(around), budget - judged), width):
+            some = around[begin : begin + width]
+            scores = retiming.scores(some)
+            judged += len(some)
+            pick = int(np.argmin(scores))
+            if scores[pick] < best * (1 - 1e-9):
+                cuts, best = some[pick], float(scores[pick])
+                break
+        else:
             break
-        scores = retiming.scores(around)
-        judged += len(around)
-        pick = int(np.argmin(scores))
-        if scores[pick] >= best * (1 - 1e-9):
-            break
-        cuts, best = around[pick], float(scores[pick])
-    return cuts, float(best), judged
+    return cuts, best, judged

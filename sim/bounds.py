@@ -80,7 +80,14 @@ def _rate(costs: CostModel, source: tuple[str, int], target: tuple[str, int]) ->
 
 
 def least_step_s(
-    costs: CostModel, num_ranks: int, num_microbatches: int, *, full_forward: bool = False, barrier: bool = False
+    costs: CostModel,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    full_forward: bool = False,
+    barrier: bool = False,
+    held_layers: int = 0,
+    steps_together: bool = True,
 ) -> dict[str, float]:
     """No plan for ``num_ranks`` or fewer ranks has a step that is shorter than any of these times, by what limits it.
 
@@ -89,6 +96,8 @@ def least_step_s(
         num_ranks, num_microbatches: of the plans that are bounded.
         full_forward: whether the forward pass has to cover what the top backward stage recomputes anyway.
         barrier: whether plans have to end a step with a barrier.
+        held_layers: so many of the lowest layers may be held and stepped by accelerators.
+        steps_together: whether a rank may run several STEPs at a time.
 
     Compute: if n ranks share all ops evenly, each is busy for 1/n of them. The k-th rank that starts has at least k
     layers below its first one, and waits for them to send it the first microbatch; after the last op of the k-th rank
@@ -105,7 +114,7 @@ def least_step_s(
         np.array([costs.stage_s(range(i, i + 1), name) for i in layers]) for name in ("forward", "recompute", "backward")
     )
     again = recompute + backward
-    turn = turn_s(costs, range(num_ranks))
+    turn = 0.0 if held_layers else turn_s(costs, range(num_ranks))
     compute = np.inf
     lead, tail = np.cumsum([0.0, *forward]), np.cumsum([0.0, *backward])
     for used in range(1, num_ranks + 1):
@@ -116,15 +125,17 @@ def least_step_s(
             late = np.mean([lead[min(k, reach)] for k in range(used)])
             shared = busy / used + fill + late
             compute = min(compute, max(shared, num_microbatches * again[top:].sum()))
+    together = _TOGETHER if steps_together else 1.0
     hosts = -(-num_ranks // hardware.ranks_per_host)
-    stepped = costs.num_stepped_parameters(layers)
+    on_hosts = layers[min(held_layers, len(layers)) :]
+    stepped = costs.num_stepped_parameters(on_hosts)
     on_host = min(1.0, costs.adam_threads * costs.ranks_per_host / hardware.cpu.cores)
-    optimizer = stepped / (hosts * hardware.cpu.adam_parameters_per_s * on_host * _TOGETHER)
+    optimizer = stepped / (hosts * hardware.cpu.adam_parameters_per_s * on_host * together)
     if barrier:
         optimizer += forward[:-1].sum() + num_microbatches * again[-1]
-    elif stepped >= num_ranks * costs.num_stepped_parameters(range(1)):
+    elif not held_layers and stepped >= num_ranks * costs.num_stepped_parameters(range(1)):
         optimizer += num_microbatches * again[1:].min()
-    parameters = costs.num_parameters(layers)
+    parameters = costs.num_parameters(on_hosts)
     ranks = range(num_ranks)
     down = sum(_rate(costs, ("gpu", r), ("memory", hardware.host_of(r))) for r in ranks)
     up = sum(_rate(costs, ("memory", hardware.host_of(r)), ("gpu", r)) for r in ranks)
@@ -139,5 +150,5 @@ def least_step_s(
     if hardware.device == "cpu":
         busy = num_microbatches * again.sum() * costs.compute_threads
         result["cores"] = float(busy + stepped / costs.adam_rate * costs.adam_threads) / (hosts * hardware.cpu.cores)
-        result["optimizer"] = float(stepped / (hosts * hardware.cpu.adam_parameters_per_s * _TOGETHER))
+        result["optimizer"] = float(stepped / (hosts * hardware.cpu.adam_parameters_per_s * together))
     return result

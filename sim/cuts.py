@@ -8,6 +8,7 @@ another stage, a weight slot can be reused) is put right by lowering the new cut
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from random import Random
 
 import numpy as np
@@ -79,6 +80,23 @@ class Freedom:
         if not self.coupled:
             for bounds in _shifted(cuts.forward):
                 yield Cuts(bounds, cuts.backward)
+
+
+    def every(self, cuts: Cuts) -> Iterator[Cuts]:
+        """All cuts with as many stages."""
+        layers = cuts.backward[-1]
+        for inner in combinations(range(1, layers), len(cuts.backward) - 2):
+            backward = (0, *inner, layers)
+            if self.coupled:
+                yield Cuts(backward[: len(cuts.forward)], backward)
+                continue
+            stop = layers if self.full_forward else backward[-2]
+            if len(cuts.forward) < 2 or stop == 0:
+                if len(cuts.forward) < 2 and (stop == 0 or not self.full_forward):
+                    yield Cuts((0,), backward)
+                continue
+            for forward in combinations(range(1, stop), len(cuts.forward) - 2):
+                yield Cuts((0, *forward, stop), backward)
 
 
 def _shifted(bounds: Bounds) -> Iterator[Bounds]:

@@ -4,6 +4,7 @@ A job and a candidate go out, a verdict comes back; both are small. Nothing here
 found to be, so that a search gives the same result for any number of processes.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +35,7 @@ class Job:
         contention: whether ops share links, memory bandwidth and cores when a plan is simulated.
         options: fixed by the caller; they override a candidate's.
         plan_fields: further arguments of ``make_plan``.
+        max_rank_bytes, max_host_bytes: what a plan may use of an accelerator and of a host, if less than there is.
     """
 
     model: ModelSpec
@@ -42,6 +44,8 @@ class Job:
     contention: bool
     options: dict[str, Any] = field(default_factory=dict)
     plan_fields: dict[str, Any] = field(default_factory=dict)
+    max_rank_bytes: float = math.inf
+    max_host_bytes: float = math.inf
 
     def cost_model(self, microbatch_size: int, num_ranks: int) -> CostModel:
         fields = self.plan_fields
@@ -152,9 +156,18 @@ def _judged(job: Job, candidate: Candidate, step_s: Callable[[Plan], float]) -> 
 
 def _memory(job: Job, candidate: Candidate) -> MemoryReport:
     """Of the whole candidate, or, if that is too much already and much quicker to find out, with one microbatch."""
-    if candidate.num_ops > _SMALL and not (report := memory(job.plan(candidate, 1))).fits:
+    if candidate.num_ops > _SMALL and not (report := _account(job, candidate, 1)).fits:
         return report
-    return memory(job.plan(candidate))
+    return _account(job, candidate, candidate.num_microbatches)
+
+
+def _account(job: Job, candidate: Candidate, num_microbatches: int) -> MemoryReport:
+    report = memory(job.plan(candidate, num_microbatches))
+    return replace(
+        report,
+        rank_capacity_bytes=min(report.rank_capacity_bytes, job.max_rank_bytes),
+        host_capacity_bytes=min(report.host_capacity_bytes, job.max_host_bytes),
+    )
 
 
 def _most(report: MemoryReport) -> tuple[int, int]:

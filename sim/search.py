@@ -12,6 +12,7 @@ All limits are numbers of candidates or ops, never times; and what is done next 
 same inputs give the same plan, for any number of processes.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -43,7 +44,9 @@ WAVE = 8  # candidates that are judged before the next decision
 FAMILIES = (8, 4, 4, 2, 2, 2, 2, 2)  # candidates whose cuts are improved, round after round
 MAX_CUTS = 512  # up to so many cuts in all are enumerated
 NEAR = 1.1  # other cuts may make a candidate so much faster than balanced ones
-MAX_HELD_LAYERS = 8
+_STATE_BYTES = 16  # of a parameter that an accelerator holds: weight, gradient, master and moments
+WORTH_SENDING_OPS = 10_000  # less work than this is done here, not in other processes
+HELD_LAYERS = (1, 2, 4, 8, 16, 32)
 VARIATIONS: tuple[dict[str, Any], ...] = (
     {"weight_slots": 3},
     {"weight_slots": 4},
@@ -52,7 +55,7 @@ VARIATIONS: tuple[dict[str, Any], ...] = (
     {"bucket_layers": 2},
     {"stage_input_route": "host"},
     {"optimizer_workers": 2},
-    *({"device_layers": held} for held in (1, 2, 4, MAX_HELD_LAYERS)),
+    *({"device_layers": held} for held in HELD_LAYERS),
 )
 
 
@@ -105,6 +108,8 @@ def search(
     progress: Progress | None = None,
     max_simulations: int = 48,
     full_forward: bool = False,
+    max_rank_bytes: float | None = None,
+    max_host_bytes: float | None = None,
     **plan_fields: Any,
 ) -> SearchResult:
     """The fastest plan that fits.
@@ -123,6 +128,7 @@ def search(
         progress: see ``Progress``.
         max_simulations: at most so many candidates are simulated before options are varied.
         full_forward: forward also covers what the top backward stage recomputes anyway (the published schedule).
+        max_rank_bytes, max_host_bytes: what a plan may use of an accelerator and of a host, if less than there is.
         plan_fields: further arguments of ``make_plan``; ``options`` given here are kept.
 
     A KeyboardInterrupt ends the search with the best plan found so far, if there is one.
@@ -142,7 +148,19 @@ def search(
     names = sorted(SCHEDULES, key=list(SCHEDULES).index) if schedules is None else list(schedules)
     for name in names:
         get_schedule(name)
-    job = Job(model, hardware, sequence, contention, options, {**plan_fields, "precision": precision})
+    for name, limit in (("max_rank_bytes", max_rank_bytes), ("max_host_bytes", max_host_bytes)):
+        if limit is not None and not limit > 0:
+            raise SpipeError(f"{name} = {limit!r} should be more than 0")
+    job = Job(
+        model,
+        hardware,
+        sequence,
+        contention,
+        options,
+        {**plan_fields, "precision": precision},
+        max_rank_bytes or math.inf,
+        max_host_bytes or math.inf,
+    )
     space = Space(
         model,
         hardware,
@@ -394,21 +412,34 @@ class _Search:
                 continue
             if name == "optimizer_workers" and not self.job.contention:
                 continue  # what two STEPs at a time share is all that keeps them from being twice as fast
-            if name == "device_layers" and not self.may_hold_layers(candidate):
+            if name == "device_layers" and not 0 < variation[name] <= self.most_held(candidate):
                 continue
             yield candidate.with_options(**variation)
         yield from ranks_mapped(candidate, self.job.hardware, self.job.costs(candidate))
 
-    def may_hold_layers(self, candidate: Candidate | None = None) -> bool:
+    def most_held(self, candidate: Candidate | None = None) -> int:
+        """How many of the lowest layers accelerators may keep with all their state; more would not fit."""
         options = {**(candidate.options if candidate else {}), **self.job.options}
-        return self.job.hardware.device == "cuda" and options.get("bucket_layers", 1) == 1
+        if self.job.hardware.device != "cuda" or options.get("bucket_layers", 1) != 1:
+            return 0
+        hardware, model = self.job.hardware, self.job.model
+        room = min(hardware.accelerator.usable_memory_bytes, self.job.max_rank_bytes) * max(self.space.num_ranks)
+        most = 0
+        while most < min(model.num_total_layers, HELD_LAYERS[-1]) and room > 0:
+            room -= _STATE_BYTES * model.layer_num_parameters(model.layer_kind(most))
+            most += room > 0
+        return most
 
     # ------------------------------------------------------------------ asking
 
     def map(self, task: Callable[..., Verdict], candidates: Sequence[Candidate], *rest: Any) -> Iterator[Verdict]:
         """Verdicts in the order of the candidates."""
         arguments = [self.job] * len(candidates), candidates, *([value] * len(candidates) for value in rest)
-        results = self.executor.map(task, *arguments) if self.executor else map(task, *arguments)
+        ops = sum(candidate.num_ops for candidate in candidates) * (10 if task is improved else 1)
+        if self.executor is not None and len(candidates) > 1 and ops > WORTH_SENDING_OPS:
+            results = self.executor.map(task, *arguments)
+        else:
+            results = map(task, *arguments)
         for verdict in results:
             self.done += 1
             best = min(self.best_s(self.simulated), self.best_s(self.replayed))
@@ -505,7 +536,7 @@ class _Search:
     def least_step_s(self) -> tuple[float, str]:
         """What no plan of the space can beat, and what limits it."""
         space, options = self.space, self.job.options
-        held = options.get("device_layers", MAX_HELD_LAYERS if self.may_hold_layers() else 0)
+        held = options.get("device_layers", self.most_held())
         together = options.get("optimizer_workers", 2 if self.job.contention else 1) > 1
         bounds = []
         for size in space.microbatch_sizes:

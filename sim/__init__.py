@@ -8,6 +8,7 @@ if __name__ != "spipe.sim":
 
 from spipe.sim.calibrate import Calibration, calibrate
 from spipe.sim.compare import Comparison, compare
+from spipe.sim.objectives import search_for
 from spipe.sim.search import SearchResult, search
 from spipe.sim.simulation import Simulation, simulate
 
@@ -19,5 +20,6 @@ __all__ = [
     "calibrate",
     "compare",
     "search",
+    "search_for",
     "simulate",
 ]

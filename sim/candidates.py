@@ -1,4 +1,4 @@
-"""Search space: which plans a search looks at, and a lower bound on the step time of each that needs no program."""
+"""Search space: which plans a search looks at."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,19 +7,26 @@ from typing import Any
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
-from spipe.layout import Layout
-from spipe.model import ModelSpec, PassName
-from spipe.ops import Kind
+from spipe.layout import Layout, decoupled_layout
+from spipe.model import ModelSpec
 from spipe.schedules import get_schedule
+from spipe.sim.bounds import lower_bound_s
 from spipe.sim.cost import CostModel
+from spipe.sim.cuts import Cuts, Freedom
 
-STAGES_PER_RANK = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 BACKWARD_PER_FORWARD = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that could be made. ``bound_s``: no step of it can be faster."""
+    """A plan that could be made.
+
+    Attributes:
+        forward_stages, backward_stages: per rank, rounded up.
+        bound_s: no step of it can be faster.
+        cuts: how its layout is cut: ``balanced``, ``improved`` or ``all`` (one of all that there are).
+    """
 
     schedule: str
     num_ranks: int
@@ -30,6 +37,10 @@ class Candidate:
     layout: Layout = field(repr=False)
     bound_s: float
     options: dict[str, Any] = field(default_factory=dict)
+    cuts: str = "balanced"
+
+    def __hash__(self) -> int:
+        return hash((self.schedule, self.microbatch_size, self.layout, tuple(sorted(map(str, self.options.items())))))
 
     @property
     def num_ops(self) -> int:
@@ -46,14 +57,20 @@ class Candidate:
             self.forward_stages,
             self.backward_stages,
             self.schedule,
-            sorted(self.options.items()),
+            sorted(map(str, self.options.items())),
+            [(stage.stop, stage.rank) for stage in (*self.layout.forward, *self.layout.backward)],
         )
 
     @property
     def shape(self) -> tuple[object, ...]:
         """Everything but the microbatch size: a larger microbatch never needs less memory."""
         options = tuple(sorted(self.options.items()))
-        return self.schedule, self.num_ranks, self.forward_stages, self.backward_stages, options
+        return self.schedule, self.num_ranks, len(self.layout.forward), len(self.layout.backward), options
+
+    @property
+    def freedom(self) -> Freedom:
+        """What ties its cuts together."""
+        return Freedom(not get_schedule(self.schedule).decoupled, self.layout.forward_stop == self.layout.num_layers)
 
     def row(self) -> dict[str, Any]:
         """For tables."""
@@ -65,11 +82,17 @@ class Candidate:
             "microbatch_size": self.microbatch_size,
             "num_microbatches": self.num_microbatches,
             "options": dict(self.options),
+            "cuts": self.cuts,
             "bound_s": self.bound_s,
         }
 
     def with_options(self, **options: Any) -> "Candidate":
         return replace(self, options={**self.options, **options})
+
+    def with_cuts(self, cuts: Cuts, name: str, costs: CostModel) -> "Candidate":
+        """The same stages, cut elsewhere."""
+        layout = cuts.applied_to(self.layout)
+        return replace(self, layout=layout, cuts=name, bound_s=lower_bound_s(costs, layout, self.num_microbatches))
 
 
 @dataclass(frozen=True)
@@ -94,26 +117,41 @@ class Space:
         found: dict[tuple[object, ...], Candidate] = {}
         for num_ranks in self.num_ranks:
             for size in self.microbatch_sizes:
-                costs = self.cost_model(size, num_ranks)
-                relative = _relative(costs.layer_costs())
                 for schedule in self.schedules:
                     for forward, backward in self._stages(schedule, num_ranks):
                         try:
-                            layout = _layout(schedule, num_ranks, relative, forward, backward, self.full_forward)
+                            candidate = self._candidate(schedule, num_ranks, size, forward, backward, self.full_forward)
                         except SpipeError as error:
                             refused[str(error)] = refused.get(str(error), 0) + 1
                             continue
-                        count = self.global_batch // size
-                        same = (get_schedule(schedule).compute_order, layout, size)
-                        if same not in found:
-                            bound = lower_bound_s(costs, layout, count)
-                            found[same] = Candidate(schedule, num_ranks, forward, backward, size, count, layout, bound)
+                        same = (get_schedule(schedule).compute_order, candidate.layout, size)
+                        found.setdefault(same, candidate)
         return sorted(found.values(), key=lambda candidate: candidate.key)
+
+    def candidate(
+        self, schedule: str, num_ranks: int, size: int, forward: int, backward: int, *, full_forward: bool
+    ) -> Candidate | None:
+        """One candidate, or None if it cannot be laid out."""
+        try:
+            return self._candidate(schedule, num_ranks, size, forward, backward, full_forward)
+        except SpipeError:
+            return None
+
+    def _candidate(
+        self, schedule: str, num_ranks: int, size: int, forward: int, backward: int, full_forward: bool
+    ) -> Candidate:
+        costs = self.cost_model(size, num_ranks)
+        layout = _layout(schedule, num_ranks, _relative(costs.layer_costs()), forward, backward, full_forward)
+        count = self.global_batch // size
+        bound = lower_bound_s(costs, layout, count)
+        return Candidate(schedule, num_ranks, forward, backward, size, count, layout, bound)
 
     def _stages(self, schedule: str, num_ranks: int) -> Iterator[tuple[int, int]]:
         """(F, B): stages per rank of forward and backward."""
-        limit = max(1, self.model.num_total_layers // num_ranks)
         decoupled = get_schedule(schedule).decoupled
+        limit = max(1, self.model.num_total_layers // num_ranks)
+        if _any_number(schedule):
+            limit = -(-self.model.num_total_layers // num_ranks)  # the last round of stages need not reach every rank
         chosen_forward, chosen_backward = self.forward_stages, self.backward_stages
         finest = self.model.num_layers // num_ranks
         usual = sorted({n for n in (*STAGES_PER_RANK, limit, finest) if 1 <= n <= limit})
@@ -134,55 +172,47 @@ def _relative(seconds: Sequence[float]) -> tuple[float, ...]:
     return tuple(round(cost / block, 2) for cost in seconds)
 
 
+def _any_number(schedule: str) -> bool:
+    """Whether the schedule takes any number of stages, not only multiples of the ranks."""
+    return get_schedule(schedule).make_layout is get_schedule("spipe").make_layout
+
+
 @lru_cache(maxsize=4096)
 def _layout(
     schedule: str, num_ranks: int, costs: tuple[float, ...], forward: int, backward: int, full_forward: bool
 ) -> Layout:
-    if num_ranks > len(costs):
-        raise SpipeError(f"{num_ranks} ranks are more than the {len(costs)} layers of the model")
+    layers = len(costs)
+    if num_ranks > layers:
+        raise SpipeError(f"{num_ranks} ranks are more than the {layers} layers of the model")
+    if _any_number(schedule) and layers < num_ranks * backward < layers + num_ranks:
+        return decoupled_layout(num_ranks, costs, num_ranks * forward, layers, full_forward=full_forward)
     return get_schedule(schedule).make_layout(num_ranks, costs, forward, backward, full_forward)
 
 
-def lower_bound_s(costs: CostModel, layout: Layout, num_microbatches: int) -> float:
-    """A step takes at least this long, whatever overlaps.
+def every_cut(candidate: Candidate, costs: CostModel) -> Iterator[Candidate]:
+    """All ways to cut the stages of a candidate, lazily."""
+    for cuts in candidate.freedom.every(Cuts.of(candidate.layout)):
+        yield candidate.with_cuts(cuts, "all", costs)
 
-    The compute of two steps never overlaps. So a step lasts as long as a rank computes, and the time the forward stages
-    below its first one take to send it the first microbatch, and the time the backward stages below its last one take
-    for the last. Gradient copies, the optimizer and, on device ``cpu``, the cores of a host are bounds, too.
+
+def ranks_mapped(candidate: Candidate, hardware: HardwareSpec, costs: CostModel) -> Iterator[Candidate]:
+    """The same stages with the ranks in other places on several hosts (schedules that allow any place).
+
+    Cross mapping: ranks c and N-1-c, which run the two passes of the same layers where F = B, share a host. Spread:
+    neighbours in the pipeline are on different hosts.
     """
-    hardware = costs.hardware
-
-    def seconds(layers: range, kind: Kind, name: PassName) -> float:
-        return costs.stage_s(layers, name) + costs.overhead_s(kind)
-
-    busy, num_ops, offloaded, stepped, lead, tail = ([0.0] * layout.num_ranks for _ in range(6))
-    below = 0.0
-    for stage in layout.forward:
-        if not busy[stage.rank]:
-            lead[stage.rank] = below
-        forward = seconds(stage.layers, Kind.FORWARD, "forward")
-        busy[stage.rank] += num_microbatches * forward
-        num_ops[stage.rank] += num_microbatches
-        below += forward
-    below = 0.0
-    for stage in layout.backward:
-        if not offloaded[stage.rank]:
-            tail[stage.rank] = below
-        backward = seconds(stage.layers, Kind.BACKWARD, "backward")
-        recompute = seconds(stage.layers, Kind.RECOMPUTE, "recompute")
-        busy[stage.rank] += num_microbatches * (recompute + backward)
-        num_ops[stage.rank] += 2 * num_microbatches
-        below += backward
-        offloaded[stage.rank] += costs.num_parameters(stage.layers) * costs.gradient_element_bytes
-        stepped[stage.rank] += costs.num_stepped_parameters(stage.layers) / costs.adam_rate
-    if hardware.device != "cpu":
-        issue = hardware.accelerator.launch_overhead_s
-        busy = [max(total, (count - 1) * issue) for total, count in zip(busy, num_ops, strict=True)]
-    bounds = [sum(parts) for parts in zip(busy, lead, tail, strict=True)] + stepped
-    hosts: dict[int, float] = {}
-    for rank in range(layout.num_ranks):
-        host = hardware.host_of(rank)
-        bounds.append(offloaded[rank] / hardware.route(("gpu", rank), ("memory", host)).bandwidth_bytes_per_s)
-        work = busy[rank] * costs.compute_threads + stepped[rank] * costs.adam_threads
-        hosts[host] = hosts.get(host, 0.0) + work / hardware.cpu.cores
-    return max(bounds + (list(hosts.values()) if hardware.device == "cpu" else []))
+    layout, num_ranks = candidate.layout, candidate.num_ranks
+    used = -(-num_ranks // hardware.ranks_per_host)
+    if used < 2 or num_ranks % used or not _any_number(candidate.schedule):
+        return
+    folded = [place for c in range((num_ranks + 1) // 2) for place in dict.fromkeys((c, num_ranks - 1 - c))]
+    spread = [host + c * used for host in range(used) for c in range(num_ranks // used)]
+    for order in (folded, spread):
+        at = {rank: place for place, rank in enumerate(order)}  # pipeline rank -> physical rank
+        mapped = replace(
+            layout,
+            forward=tuple(replace(stage, rank=at[stage.rank]) for stage in layout.forward),
+            backward=tuple(replace(stage, rank=at[stage.rank]) for stage in layout.backward),
+        )
+        bound = lower_bound_s(costs, mapped, candidate.num_microbatches)
+        yield replace(candidate, layout=mapped, bound_s=bound)

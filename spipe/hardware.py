@@ -122,6 +122,26 @@ class UnitCost(Spec):
         return self.unit_block_s * factors[pass_name]
 
 
+class Price(Spec):
+    """What one host with its accelerators costs, at a date: an example to calculate with, not an offer."""
+
+    date: Text
+    """When it was set down, as ``2026-05``."""
+    note: Text
+    purchase_dollars: NonNegative | None = None
+    power_watts: NonNegative = 0.0
+    """While training."""
+    electricity_dollars_per_kwh: NonNegative = 0.0
+    rent_dollars_per_hour: NonNegative | None = None
+    upgrade_dollars: dict[str, NonNegative] = Field(default_factory=dict)
+    """Prices of upgrades of a host (see ``spipe whatif``), by name."""
+
+    @property
+    def power_dollars_per_hour(self) -> float:
+        """Electricity of one host."""
+        return self.power_watts / 1000 * self.electricity_dollars_per_kwh
+
+
 class MeasuredLayer(Spec):
     """Measured time of one pass of one layer for one microbatch; shape fields that do not matter are 0."""
 
@@ -170,6 +190,8 @@ class HardwareSpec(Spec):
     cpu: Cpu
     links: tuple[Link, ...]
     unit_cost: UnitCost | None = None
+    price: Price | None = None
+    """Of one host."""
     measured: tuple[MeasuredLayer, ...] = ()
     measured_op_overhead_s: dict[str, NonNegative] = Field(default_factory=dict)
     """Measured fixed cost by op kind."""

@@ -112,3 +112,41 @@ def idle_time(results: Mapping[str, Mapping[str, Any]]) -> "Figure":
         axes.spines[side].set_visible(False)
     figure.legend(loc="outside upper center", ncols=6, frameon=False)
     return figure
+
+
+def what_if(rows: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Rows of ``spipe whatif --json``: tokens per second of every offer, its best upgrade, and dollars by rent."""
+    bases = [row for row in rows if not row["upgrade"]]
+    names = [
+        row["offer"] if len({r["model"] for r in bases}) == 1 else f"{row['model']}, {row['offer']}" for row in bases
+    ]
+    figure = _figure(10.5, 1.4 + 0.55 * len(bases))
+    speed, cost = figure.subplots(1, 2, sharey=True)
+    places = list(range(len(bases)))[::-1]
+    fastest = max((row["tokens_per_s"] or 0.0 for row in rows), default=0.0)
+    dearest = max((row["rent_dollars_per_billion_tokens"] or 0.0 for row in bases), default=0.0)
+    for place, base in zip(places, bases, strict=True):
+        mine = [
+            row for row in rows if row["upgrade"] and (row["model"], row["offer"]) == (base["model"], base["offer"])
+        ]
+        best = max((row for row in mine if row["feasible"]), key=lambda row: row["tokens_per_s"], default=None)
+        own = base["tokens_per_s"] or 0.0
+        speed.barh(place, own, height=0.6, color=_COLOURS[0])
+        end, text = own, f"{own:,.0f}" if own else "does not fit"
+        if best is not None and best["tokens_per_s"] > 1.005 * own:
+            end = best["tokens_per_s"]
+            speed.barh(place, end - own, left=own, height=0.6, color=_COLOURS[5], alpha=0.6)
+            text += f"   with {best['upgrade']}: {end:,.0f}"
+        speed.text(end + 0.02 * fastest, place, text, va="center", fontsize=8)
+        rent = base["rent_dollars_per_billion_tokens"]
+        if rent is not None:
+            cost.barh(place, rent, height=0.6, color=_COLOURS[1])
+            cost.text(rent + 0.02 * dearest, place, f"{rent:,.0f}", va="center", fontsize=8)
+    speed.set_yticks(places, names)
+    speed.set_xlim(0, 1.6 * (fastest or 1.0))
+    cost.set_xlim(0, 1.25 * (dearest or 1.0))
+    speed.set_xlabel("tokens per second (light: with the upgrade that helps most)")
+    cost.set_xlabel("dollars of rent per billion tokens (example prices)")
+    for axes in (speed, cost):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure

@@ -16,6 +16,8 @@ import typer
 from spipe.errors import SpipeError
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from rich.console import Console
 
     from spipe.hardware import HardwareSpec
@@ -59,6 +61,34 @@ def positive(text: object) -> float:
     if not 0 < number < math.inf:
         raise typer.BadParameter(f"{text} is not a number above 0")
     return number
+
+
+@contextmanager
+def processes(workers: int, mpi: bool = False) -> Iterator["Executor | None"]:
+    """Processes to search in: ``workers`` (0: one per core), or those of ``mpi4py.futures``; None for this one."""
+    if mpi:
+        from mpi4py.futures import MPIPoolExecutor
+
+        with MPIPoolExecutor() as ranks:
+            yield ranks
+        return
+    count = workers or len(os.sched_getaffinity(0))
+    if count == 1:
+        yield None
+        return
+    import multiprocessing
+    import signal
+    from concurrent.futures import ProcessPoolExecutor
+
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(count, context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
+    before = set(multiprocessing.active_children())
+    try:
+        yield pool
+    finally:  # an interrupted search does not wait for what is no longer wanted
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in set(multiprocessing.active_children()) - before:
+            child.terminate()
 
 
 def progress(message: str) -> None:

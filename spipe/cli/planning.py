@@ -15,6 +15,8 @@ from spipe.cli.common import (
     load_override,
     load_plan,
     parse_options,
+    positive,
+    processes,
     progress,
     whole_number,
     writing,
@@ -55,10 +57,45 @@ def search(
     ] = None,
     seed: Annotated[int, typer.Option(parser=whole_number(0), metavar="N", help="Seed of weights and data order.")] = 0,
     learning_rate: Annotated[float | None, typer.Option(help="Of AdamW.")] = None,
+    objective: Annotated[
+        str, typer.Option(metavar="NAME", help="What is best: time, dollars, memory, sequence or layers.")
+    ] = "time",
+    min_speed: Annotated[
+        float | None, typer.Option(parser=positive, metavar="N", help="Tokens per second to reach at least.")
+    ] = None,
+    max_gpu_memory: Annotated[
+        float | None, typer.Option(parser=positive, metavar="GIB", help="Use no more of each accelerator.")
+    ] = None,
+    max_host_memory: Annotated[
+        float | None, typer.Option(parser=positive, metavar="GIB", help="Use no more of each host.")
+    ] = None,
+    max_dollars: Annotated[
+        float | None, typer.Option(parser=positive, metavar="N", help="Dollars per hour, by the hardware's prices.")
+    ] = None,
+    full_forward: Annotated[
+        bool, typer.Option("--full-forward", help="Forward also covers what the top stage recomputes (published).")
+    ] = False,
+    cuts: Annotated[
+        str, typer.Option(metavar="HOW", help="Stages: improve, balanced, or all ways to cut.")
+    ] = "improve",
+    contention: Annotated[
+        bool, typer.Option("--contention/--no-contention", help="Whether transfers and CPU work share what they use.")
+    ] = True,
+    max_simulations: Annotated[
+        int, typer.Option(parser=Count, metavar="N", help="Candidates that the engine judges.")
+    ] = 48,
+    workers: Annotated[
+        int, typer.Option(parser=whole_number(0), metavar="N", help="Processes; 0 for all cores. Same plan for any.")
+    ] = 0,
+    mpi: Annotated[
+        bool, typer.Option("--mpi", help="Work in MPI processes: mpirun -n K python -m mpi4py.futures -m spipe search.")
+    ] = False,
     json_file: JsonFile = None,
     force: Force = False,
 ) -> None:
-    """Search the fastest plan that fits.
+    """Search the best plan that fits, and say how far it is from what the hardware can do at most.
+
+    Ctrl-C ends the search with the best plan found so far.
 
     \b
     Examples:
@@ -66,6 +103,7 @@ def search(
       spipe search --model 10b --hardware v100x4 --global-batch 16 --sequence 1024 --schedule spipe --schedule mobius
       spipe search --model llama3-8b --hardware rtx4090x8 --global-batch 64 --sequence 4096 \\
           --microbatch-size 1 --option stage_input_route=host --json -
+      spipe search --model llama2-7b --hardware rtx4090-cluster --global-batch 64 --sequence 2048 --objective dollars
     """
     from spipe.hardware import load_hardware
     from spipe.model import load_model
@@ -85,22 +123,33 @@ def search(
 
     from spipe import sim
 
-    result = sim.search(
-        chosen_model,
-        chosen_hardware,
-        global_batch=global_batch,
-        sequence=sequence,
-        schedules=schedule or None,
-        num_ranks=ranks,
-        forward_stages=forward_stages,
-        backward_stages=backward_stages,
-        microbatch_size=microbatch_size,
-        precision=precision,
-        progress=search_progress(),
-        options=options,
-        seed=seed,
-        **fields,
-    )
+    with processes(workers, mpi) as executor:
+        result = sim.search_for(
+            objective,
+            chosen_model,
+            chosen_hardware,
+            min_tokens_per_s=min_speed,
+            max_dollars_per_hour=max_dollars,
+            global_batch=global_batch,
+            sequence=sequence,
+            schedules=schedule or None,
+            num_ranks=ranks,
+            forward_stages=forward_stages,
+            backward_stages=backward_stages,
+            microbatch_size=microbatch_size,
+            precision=precision,
+            cuts=cuts,
+            contention=contention,
+            executor=executor,
+            progress=search_progress(),
+            max_simulations=max_simulations,
+            full_forward=full_forward,
+            max_rank_bytes=max_gpu_memory and max_gpu_memory * 2**30,
+            max_host_bytes=max_host_memory and max_host_memory * 2**30,
+            options=options,
+            seed=seed,
+            **fields,
+        )
     if plan is not None:
         with writing(plan):
             result.plan.save(plan)
@@ -113,6 +162,7 @@ def search_progress() -> "Progress":
     import sys
 
     def report(done: int, total: int, best_s: float | None) -> None:
+        total = max(total, done)
         if sys.stderr.isatty():
             best = "" if best_s is None else f", best {best_s:.4g} s"
             end = "\n" if done == total else ""
@@ -126,7 +176,12 @@ def search_data(result: "SearchResult") -> dict[str, Any]:
     return {
         "plan": result.plan.model_dump(mode="json"),
         **simulation_data(result.simulation),
+        "lower_bound_s": result.lower_bound_s,
+        "limit": result.limit,
+        "gap": result.gap,
+        "counts": result.counts,
         "candidates": result.candidates,
+        "front": result.front,
         "rejected": result.rejected,
         "notes": list(result.notes),
     }
@@ -141,9 +196,23 @@ def show_search(console: "Console", result: "SearchResult") -> None:
         console.print(f"{len(result.rejected)} more do not fit or cannot be laid out (--json lists them)\n")
     console.print(show.plan_words(result.plan), soft_wrap=True)
     show.metrics(console, result.simulation.predicted())
+    console.print(certificate(result), soft_wrap=True)
     show.bubbles(console, result.simulation.bubbles)
     show.memory(console, result.simulation.memory)
     show.notes(console, result.notes)
+
+
+def certificate(result: "SearchResult") -> str:
+    """How good the plan is, in words."""
+    from spipe import show
+
+    counts = result.counts
+    return (
+        f"within {100 * result.gap:.1f} % of what this hardware can do: no plan of this search has a step shorter than "
+        f"{show.seconds(result.lower_bound_s)} ({result.limit})\n"
+        f"{counts['enumerated']} candidates, {counts['discarded']} discarded by their bounds; {counts['ranked']} plans "
+        f"and cuts ranked by replay, {counts['simulated']} simulated\n"
+    )
 
 
 def simulate(

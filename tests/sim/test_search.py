@@ -21,7 +21,7 @@ def test_finds_the_systolic_ring_where_communication_is_free() -> None:
     # With N = 4, F = 2, M = 8 and full forward, B = 3F is the best of SPipe's and Mobius' plans: 67 tf.
     result = search(
         BLOCKS, load_hardware("ideal"), global_batch=8, sequence=16, microbatch_size=1, num_ranks=4,
-        forward_stages=2, schedules=["spipe", "mobius"], full_forward=True,
+        forward_stages=2, schedules=["spipe", "mobius"], full_forward=True, cuts="balanced",
     )  # fmt: skip
     layout = result.plan.layout.layout()
     assert (len(layout.forward), len(layout.backward)) == (8, 24)

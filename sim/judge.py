@@ -1,0 +1,177 @@
+"""Judging candidates: does it fit, how fast is it, and do other cuts make it faster. Work for the processes of a search.
+
+A job and a candidate go out, a verdict comes back; both are small. Nothing here depends on what other candidates were
+found to be, so that a search gives the same result for any number of processes.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from spipe.errors import SpipeError
+from spipe.hardware import HardwareSpec
+from spipe.memory import MemoryReport, memory
+from spipe.model import ModelSpec
+from spipe.plan import Plan, make_plan
+from spipe.sim.candidates import Candidate
+from spipe.sim.cost import CostModel
+from spipe.sim.cuts import Cuts, Retiming, descend
+from spipe.sim.pricing import op_costs
+from spipe.sim.replay import Replay
+from spipe.sim.simulation import simulate
+
+NEIGHBOURS = (128, 3072)
+"""Fewest and most neighbouring cuts that one round of improvement judges."""
+_SMALL = 4000  # ops that are lowered in no time
+_NEIGHBOUR_OPS = 4e7  # ops replayed in one round, within the above
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all candidates of a search have in common.
+
+    Attributes:
+        contention: whether ops share links, memory bandwidth and cores when a plan is simulated.
+        options: fixed by the caller; they override a candidate's.
+        plan_fields: further arguments of ``make_plan``.
+        max_rank_bytes, max_host_bytes: what a plan may use of an accelerator and of a host, if less than there is.
+    """
+
+    model: ModelSpec
+    hardware: HardwareSpec
+    sequence: int
+    contention: bool
+    options: dict[str, Any] = field(default_factory=dict)
+    plan_fields: dict[str, Any] = field(default_factory=dict)
+    max_rank_bytes: float = math.inf
+    max_host_bytes: float = math.inf
+
+    def cost_model(self, microbatch_size: int, num_ranks: int) -> CostModel:
+        fields = self.plan_fields
+        return CostModel(
+            model=self.model,
+            hardware=self.hardware,
+            precision=fields["precision"],
+            sequence=self.sequence,
+            microbatch_size=microbatch_size,
+            gradient_precision=fields.get("gradient_precision"),
+            compute_threads=fields.get("compute_threads", 1),
+            optimizer_threads=fields.get("optimizer_threads", 0),
+            ranks_per_host=min(num_ranks, self.hardware.ranks_per_host),
+        )
+
+    def costs(self, candidate: Candidate) -> CostModel:
+        return self.cost_model(candidate.microbatch_size, candidate.num_ranks)
+
+    def plan(self, candidate: Candidate, num_microbatches: int | None = None) -> Plan:
+        count = num_microbatches or candidate.num_microbatches
+        return make_plan(
+            self.model,
+            self.hardware,
+            schedule=candidate.schedule,
+            num_ranks=candidate.num_ranks,
+            layout=candidate.layout,
+            global_batch=candidate.microbatch_size * count,
+            microbatch_size=candidate.microbatch_size,
+            sequence=self.sequence,
+            options={**candidate.options, **self.options},
+            **self.plan_fields,
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found out about a candidate.
+
+    Attributes:
+        candidate: what was judged, with the options and cuts it got.
+        step_s: of a step in steady state; None where the candidate was refused.
+        rank_bytes, host_bytes: of the rank and the host that hold most.
+        reason: why it was refused.
+        short: the memory report, if it was refused for lack of memory.
+        ranked: how many neighbouring cuts were judged on the way.
+    """
+
+    candidate: Candidate
+    step_s: float | None = None
+    rank_bytes: int = 0
+    host_bytes: int = 0
+    reason: str = ""
+    short: MemoryReport | None = None
+    ranked: int = 0
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sort key: faster first; equals in the order of their candidates."""
+        return (self.step_s if self.step_s is not None else float("inf"), *self.candidate.key)
+
+
+def replayed(job: Job, candidate: Candidate) -> Verdict:
+    """The step time without contention, if the candidate fits."""
+    return _judged(job, candidate, lambda plan: _replayed_s(job, plan))
+
+
+def simulated(job: Job, candidate: Candidate) -> Verdict:
+    """The step time by the engine, if the candidate fits."""
+    return _judged(job, candidate, lambda plan: simulate(plan, contention=job.contention).step_s)
+
+
+def improved(job: Job, candidate: Candidate, seed: int) -> Verdict:
+    """Better cuts for a candidate that fits: those of one round of descent, lowered and replayed; else its own."""
+    plan = job.plan(candidate)
+    program, costs = plan.program(), job.costs(candidate)
+    retiming = Retiming(program, op_costs(costs, program), costs)
+    before = Verdict(candidate, float(retiming.replay.step_s()[0]), *_most(memory(plan)))
+    fewest, most = NEIGHBOURS
+    budget = int(min(most, max(fewest, _NEIGHBOUR_OPS / retiming.replay.num_nodes)))
+    start = Cuts.of(candidate.layout)
+    cuts, _, judged = descend(retiming, candidate.freedom, start, budget=budget, seed=seed)
+    if cuts != start:
+        after = replayed(job, candidate.with_cuts(cuts, "improved", costs))
+        assert before.step_s is not None
+        if after.step_s is not None and after.step_s < before.step_s:
+            return replace(after, ranked=judged)
+    return replace(before, ranked=judged)
+
+
+def _replayed_s(job: Job, plan: Plan) -> float:
+    program = plan.program()
+    return float(Replay(program, op_costs(CostModel.of(plan), program)).step_s()[0])
+
+
+def _judged(job: Job, candidate: Candidate, step_s: Callable[[Plan], float]) -> Verdict:
+    """A candidate that is short of memory gets the options that need less of it."""
+    try:
+        for place, name, value in (("rank", "stage_input_route", "host"), ("host", "optimizer", "sync"), ("", "", "")):
+            report = _memory(job, candidate)
+            if report.fits:
+                return Verdict(candidate, step_s(job.plan(candidate)), *_most(report))
+            if name not in job.options and any(problem.startswith(place) for problem in report.problems) and name:
+                candidate = candidate.with_options(**{name: value})
+        return Verdict(candidate, None, *_most(report), "; ".join(report.problems), report)
+    except SpipeError as error:
+        return Verdict(candidate, reason=str(error))
+
+
+def _memory(job: Job, candidate: Candidate) -> MemoryReport:
+    """Of the whole candidate, or, if that is too much already and much quicker to find out, with one microbatch."""
+    if candidate.num_ops > _SMALL and not (report := _account(job, candidate, 1)).fits:
+        return report
+    return _account(job, candidate, candidate.num_microbatches)
+
+
+def _account(job: Job, candidate: Candidate, num_microbatches: int) -> MemoryReport:
+    report = memory(job.plan(candidate, num_microbatches))
+    return replace(
+        report,
+        rank_capacity_bytes=min(report.rank_capacity_bytes, job.max_rank_bytes),
+        host_capacity_bytes=min(report.host_capacity_bytes, job.max_host_bytes),
+    )
+
+
+def _most(report: MemoryReport) -> tuple[int, int]:
+    return max(report.rank_bytes), max(report.host_bytes)
+
+
+__all__ = ["Job", "Verdict", "improved", "replayed", "simulated"]

@@ -1,0 +1,144 @@
+"""Objectives other than time: dollars, memory, length and depth. All ask ``search`` and compare what it finds."""
+
+from collections.abc import Callable
+from typing import Any
+
+from spipe.errors import SpipeError, unknown
+from spipe.hardware import HardwareSpec
+from spipe.model import ModelSpec
+from spipe.sim.search import SearchResult, search
+
+OBJECTIVES = ("time", "dollars", "memory", "sequence", "layers")
+_SEQUENCE_STEP = 256
+
+
+def search_for(
+    objective: str,
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    *,
+    min_tokens_per_s: float | None = None,
+    max_dollars_per_hour: float | None = None,
+    **arguments: Any,
+) -> SearchResult:
+    """The best plan by an objective.
+
+    Args:
+        objective: ``time``: the shortest step. ``dollars``: the fewest dollars per token, over numbers of hosts.
+            ``memory``: the smallest accelerators that still reach ``min_tokens_per_s``. ``sequence``, ``layers``: the
+            longest sequence (a multiple of 256 tokens), the deepest model of this width, that fits.
+        min_tokens_per_s, max_dollars_per_hour: what a plan has to reach, and may cost by the hardware's prices.
+        arguments: of ``search``.
+
+    Raises:
+        SpipeError: naming the unknown objective, the missing price, or the constraint that nothing meets.
+    """
+    if objective not in OBJECTIVES:
+        raise unknown("objective", objective, OBJECTIVES)
+    for name, value in (("min_tokens_per_s", min_tokens_per_s), ("max_dollars_per_hour", max_dollars_per_hour)):
+        if value is not None and not value > 0:
+            raise SpipeError(f"{name} = {value!r} should be more than 0")
+    if objective == "memory" and min_tokens_per_s is None:
+        raise SpipeError("objective memory needs min_tokens_per_s: the speed that has to be reached")
+
+    def run(**changes: Any) -> SearchResult:
+        merged = {"model": model, "hardware": hardware, **arguments, **changes}
+        return search(merged.pop("model"), merged.pop("hardware"), **merged)
+
+    if max_dollars_per_hour is not None:
+        hosts = min(hardware.num_hosts, int(max_dollars_per_hour // dollars_per_hour(hardware)))
+        if hosts < 1:
+            raise SpipeError(
+                f"max_dollars_per_hour = {max_dollars_per_hour:g}: one host of {hardware.name} costs "
+                f"{dollars_per_hour(hardware):.2f} an hour"
+            )
+        hardware = hardware.resized(num_hosts=hosts)
+    if objective == "sequence":
+        result = _largest(lambda n: run(sequence=n * _SEQUENCE_STEP), (model.max_sequence or 2**20) // _SEQUENCE_STEP)
+    elif objective == "layers":
+        result = _largest(lambda n: run(model=model.replace(num_layers=n, name=f"{model.name}-{n}-layers")), 4096)
+    elif objective == "dollars":
+        result = _fewest_dollars(run, hardware)
+    else:
+        result = run()
+    speed = result.simulation.tokens_per_s
+    if min_tokens_per_s is not None and speed < min_tokens_per_s:
+        raise SpipeError(
+            f"min_tokens_per_s = {min_tokens_per_s:g}: the best plan for {hardware.name} reaches {speed:.6g}, "
+            f"{min_tokens_per_s / speed:.2f} times less; use more or faster accelerators, or a smaller model"
+        )
+    if objective == "memory":
+        assert min_tokens_per_s is not None
+        result = _least_memory(run, result, min_tokens_per_s)
+    return result
+
+
+def dollars_per_hour(hardware: HardwareSpec, num_hosts: int = 1) -> float:
+    """What hosts cost by the hour: their rent, or, where there is none, their electricity and a fourth of the price a
+    year. Raises SpipeError where the hardware has no price."""
+    price = hardware.price
+    if price is None or (price.rent_dollars_per_hour is None and price.purchase_dollars is None):
+        raise SpipeError(f"{hardware.name} has no price: add a [price] section with rent_dollars_per_hour to its file")
+    if price.rent_dollars_per_hour is not None:
+        return num_hosts * price.rent_dollars_per_hour
+    assert price.purchase_dollars is not None
+    return num_hosts * (price.purchase_dollars / (4 * 365 * 24) + price.power_dollars_per_hour)
+
+
+def dollars_per_token(result: SearchResult) -> float:
+    """Dollars per token trained, on the hosts that the plan uses."""
+    hardware = result.plan.hardware
+    hosts = hardware.host_of(result.plan.layout.num_ranks - 1) + 1
+    return dollars_per_hour(hardware, hosts) / 3600 / result.simulation.tokens_per_s
+
+
+def _fewest_dollars(run: Callable[..., SearchResult], hardware: HardwareSpec) -> SearchResult:
+    """A host costs the same however many of its ranks work: all ranks of one host, of two, of four.."""
+    dollars_per_hour(hardware)
+    hosts, found = [hardware.num_hosts], []
+    while hosts[-1] > 1:
+        hosts.append(hosts[-1] // 2)
+    failure: SpipeError | None = None
+    for count in hosts:
+        try:
+            found.append(run(hardware=hardware.resized(num_hosts=count)))
+        except SpipeError as error:
+            failure = error
+    if not found:
+        assert failure is not None
+        raise failure
+    return min(found, key=dollars_per_token)
+
+
+def _least_memory(run: Callable[..., SearchResult], result: SearchResult, speed: float) -> SearchResult:
+    """Halve the distance between a capacity that is enough and one that is not, down to 2 per cent."""
+    enough = max(result.simulation.memory.rank_bytes)
+    short = 0
+    while enough - short > 0.02 * enough:
+        tried = (enough + short) // 2
+        try:
+            other = run(max_rank_bytes=tried)
+        except SpipeError:
+            short = tried
+            continue
+        if other.simulation.tokens_per_s < speed:
+            short = tried
+        else:
+            result, enough = other, max(other.simulation.memory.rank_bytes)
+    return result
+
+
+def _largest(attempt: Callable[..., SearchResult], limit: int) -> SearchResult:
+    """The result for the largest number up to ``limit`` that has one: by doubling, then by halving the distance."""
+    fits, best, over = 0, None, limit + 1
+    tried = 1
+    while fits < over - 1:
+        try:
+            best, fits = attempt(tried), tried
+        except SpipeError:
+            if not fits and tried == 1:
+                raise
+            over = tried
+        tried = min(2 * tried, limit) if over > limit else (fits + over) // 2
+    assert best is not None
+    return best

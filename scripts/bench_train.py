@@ -214,6 +214,7 @@ class Benchmark:
     num_started: int = 0
 
     def run(self) -> None:
+        self.save()
         tokens = str(self.folder / "tokens.bin")
         values = np.random.default_rng(0).integers(0, min(256, self.given.vocabulary), 1 << 20, dtype=np.uint8)
         Path(tokens).write_bytes(values.tobytes())
@@ -315,7 +316,10 @@ class Benchmark:
 
     def save(self) -> None:
         if self.given.json:
-            self.given.json.write_text(json.dumps(self.result(), indent=1) + "\n")
+            try:
+                self.given.json.write_text(json.dumps(self.result(), indent=1) + "\n")
+            except OSError as error:
+                raise SpipeError(f"--json {self.given.json}: cannot write there ({error.strerror})") from None
 
 
 def machine() -> dict[str, Any]:

@@ -59,6 +59,7 @@ def test_we_run_first_and_last(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--hardware", "h200x1"), "has device cuda, but --device is cpu"),
         (("--global-batch", "3", "--microbatch", "2"), "should be a multiple of --microbatch 2"),
         (("--output", str(SCRIPTS)), "is there and not empty"),
+        (("--json", "/none/rows.json"), "--json /none/rows.json: cannot write there"),
     ],
 )
 def test_what_cannot_work_is_one_message(

@@ -499,15 +499,21 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 def result_of(process: subprocess.Popen[Any], file: Path, log: Path, timed_out: bool, limit_s: float) -> dict[str, Any]:
-    """What the worker wrote, or why it could not."""
-    if timed_out:
-        return {"error": f"not done after the time limit of {limit_s:g} s"}
-    with suppress(OSError, ValueError):
-        return dict(json.loads(file.read_text()))
+    """What the worker wrote, or why it could not; then the end of its log is shown."""
+    if not timed_out:
+        with suppress(OSError, ValueError):
+            return dict(json.loads(file.read_text()))
+    lines = log.read_text(errors="replace").splitlines()
+    print("", *lines[-12:], sep="\n", file=sys.stderr)
     code = process.returncode
-    print("\n".join(log.read_text(errors="replace").splitlines()[-12:]), file=sys.stderr)
-    how = f"killed by {signal.Signals(-code).name}, perhaps for lack of memory" if code < 0 else f"exit code {code}"
-    return {"error": f"ended without a result: {how}"}
+    if timed_out:
+        why = f"not done after the time limit of {limit_s:g} s"
+    elif code < 0:
+        why = f"killed by {signal.Signals(-code).name}, perhaps for lack of memory"
+    else:
+        why = f"ended without a result, exit code {code}"
+    named = [line.strip() for line in lines if "Error: " in line]  # of a thread, say, that its process waits for
+    return {"error": f"{why} ({named[0][:200]})" if named else why}
 
 
 # What runs in a process of its own.

@@ -13,7 +13,7 @@ and over for long enough that the clocks are those of a long run, times the numb
 tokens/s, step     mean over the timed steps
 HFU                operations with recompute, over those of a bf16 matrix product measured in the same run
 of ceiling         compute ceiling over step time
-GPU                what the system takes for its tensors; in use: all of the device, contexts too, sampled
+GPU                most that PyTorch reserved; in use: on the whole device, contexts and all else too, sampled
 host               sum of Pss over the system's processes, sampled; taken: by how much available memory fell
 exact              whether every step uses the weights of the step before (peers: by their documentation)
 """
@@ -548,7 +548,7 @@ def run_ours(work: Work) -> dict[str, Any]:
     return {
         "step_times_s": done.step_s[work.warmup :],
         "losses": done.losses,
-        "gpu_peak_bytes": max(done.summary["peak_device_bytes"]),
+        "gpu_peak_bytes": max(done.summary["peak_reserved_bytes"]),
         "predicted_gpu_bytes": list(memory(plan).ranks),
         "busy_s": list(metrics.busy_s),
         "bubbles": [{cause: value for cause, value in rank.items() if value} for rank in metrics.bubbles],

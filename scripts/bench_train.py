@@ -13,7 +13,7 @@ and over for long enough that the clocks are those of a long run, times the numb
 tokens/s, step     mean over the timed steps
 HFU                operations with recompute, over those of a bf16 matrix product measured in the same run
 of ceiling         compute ceiling over step time
-GPU                what the system takes for its tensors; in use: all of the device, contexts too, sampled
+GPU                most that PyTorch reserved; in use: on the whole device, contexts and all else too, sampled
 host               sum of Pss over the system's processes, sampled; taken: by how much available memory fell
 exact              whether every step uses the weights of the step before (peers: by their documentation)
 """
@@ -214,6 +214,7 @@ class Benchmark:
     num_started: int = 0
 
     def run(self) -> None:
+        self.save()
         tokens = str(self.folder / "tokens.bin")
         values = np.random.default_rng(0).integers(0, min(256, self.given.vocabulary), 1 << 20, dtype=np.uint8)
         Path(tokens).write_bytes(values.tobytes())
@@ -315,7 +316,10 @@ class Benchmark:
 
     def save(self) -> None:
         if self.given.json:
-            self.given.json.write_text(json.dumps(self.result(), indent=1) + "\n")
+            try:
+                self.given.json.write_text(json.dumps(self.result(), indent=1) + "\n")
+            except OSError as error:
+                raise SpipeError(f"--json {self.given.json}: cannot write there ({error.strerror})") from None
 
 
 def machine() -> dict[str, Any]:
@@ -495,15 +499,21 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 def result_of(process: subprocess.Popen[Any], file: Path, log: Path, timed_out: bool, limit_s: float) -> dict[str, Any]:
-    """What the worker wrote, or why it could not."""
-    if timed_out:
-        return {"error": f"not done after the time limit of {limit_s:g} s"}
-    with suppress(OSError, ValueError):
-        return dict(json.loads(file.read_text()))
+    """What the worker wrote, or why it could not; then the end of its log is shown."""
+    if not timed_out:
+        with suppress(OSError, ValueError):
+            return dict(json.loads(file.read_text()))
+    lines = log.read_text(errors="replace").splitlines()
+    print("", *lines[-12:], sep="\n", file=sys.stderr)
     code = process.returncode
-    print("\n".join(log.read_text(errors="replace").splitlines()[-12:]), file=sys.stderr)
-    how = f"killed by {signal.Signals(-code).name}, perhaps for lack of memory" if code < 0 else f"exit code {code}"
-    return {"error": f"ended without a result: {how}"}
+    if timed_out:
+        why = f"not done after the time limit of {limit_s:g} s"
+    elif code < 0:
+        why = f"killed by {signal.Signals(-code).name}, perhaps for lack of memory"
+    else:
+        why = f"ended without a result, exit code {code}"
+    named = [line.strip() for line in lines if "Error: " in line]  # of a thread, say, that its process waits for
+    return {"error": f"{why} ({named[0][:200]})" if named else why}
 
 
 # What runs in a process of its own.
@@ -538,7 +548,7 @@ def run_ours(work: Work) -> dict[str, Any]:
     return {
         "step_times_s": done.step_s[work.warmup :],
         "losses": done.losses,
-        "gpu_peak_bytes": max(done.summary["peak_device_bytes"]),
+        "gpu_peak_bytes": max(done.summary["peak_reserved_bytes"]),
         "predicted_gpu_bytes": list(memory(plan).ranks),
         "busy_s": list(metrics.busy_s),
         "bubbles": [{cause: value for cause, value in rank.items() if value} for rank in metrics.bubbles],

@@ -85,11 +85,10 @@ class Work:
         our_layers.initialize(model, self.plan.seed, int(layer), name, value, CORES)
         return value
 
-    def limit_gpu_memory(self) -> None:
-        """Cap what PyTorch may take on every GPU that this process sees."""
-        for index in range(torch.cuda.device_count()):
-            share = self.plan.hardware.accelerator.memory_bytes / torch.cuda.mem_get_info(index)[1]
-            torch.cuda.set_per_process_memory_fraction(min(share, 1.0), index)
+    def limit_gpu_memory(self, index: int) -> None:
+        """Cap what PyTorch may take on one GPU."""
+        share = self.plan.hardware.accelerator.memory_bytes / torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(share, 1.0), index)
 
 
 # The model. Names and shapes of parameters are those of ``ModelSpec.parameter_shapes``.
@@ -228,7 +227,8 @@ def roundpipe(work: Work, *, exact: bool) -> dict[str, Any]:
     from roundpipe import RoundPipe, RoundPipeRunConfig
     from roundpipe.optim import Adam
 
-    work.limit_gpu_memory()
+    for index in range(torch.cuda.device_count()):
+        work.limit_gpu_memory(index)
     plan, adam = work.plan, work.plan.optimizer
     with torch.device("meta"):
         plain = make_layers(plan.model).to(work.dtype)
@@ -279,9 +279,10 @@ class Ranks:
         self.work = work
         self.device = torch.device("cpu")
         if work.on_gpu:
-            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            index = int(os.environ["LOCAL_RANK"])
+            self.device = torch.device("cuda", index)
             torch.cuda.set_device(self.device)
-            work.limit_gpu_memory()
+            work.limit_gpu_memory(index)
         torch.set_num_threads(max(1, CORES // self.size))
         self.num_microbatches = work.plan.num_microbatches // self.size
 

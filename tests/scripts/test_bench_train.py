@@ -59,6 +59,7 @@ def test_we_run_first_and_last(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--hardware", "h200x1"), "has device cuda, but --device is cpu"),
         (("--global-batch", "3", "--microbatch", "2"), "should be a multiple of --microbatch 2"),
         (("--output", str(SCRIPTS)), "is there and not empty"),
+        (("--json", "/none/rows.json"), "--json /none/rows.json: cannot write there"),
     ],
 )
 def test_what_cannot_work_is_one_message(
@@ -122,8 +123,9 @@ def test_memory_of_the_whole_tree_is_seen_and_a_time_limit_ends_it(tmp_path: Pat
     assert len(family) == 2
     assert 200 << 20 <= seen.host_bytes < 400 << 20
     assert not any((Path("/proc") / str(pid)).exists() for pid in family)
+    (tmp_path / "log").write_text("in a thread\n  OutOfMemoryError: too much\n")
     error = bench_train.result_of(process, tmp_path / "none", tmp_path / "log", seen.timed_out, 4.0)["error"]
-    assert error == "not done after the time limit of 4 s"
+    assert error == "not done after the time limit of 4 s (OutOfMemoryError: too much)"
 
 
 def test_a_killed_system_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

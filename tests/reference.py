@@ -13,7 +13,7 @@ import torch
 from spipe.plan import Plan
 from spipe.runtime import layers
 from spipe.runtime.adam_reference import adamw_step_tensors
-from spipe.runtime.data import Corpus
+from spipe.runtime.data import Corpus, Feed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,7 +34,7 @@ class Reference:
     def __post_init__(self) -> None:
         plan, model = self.plan, self.plan.model
         self.dtype, self.gradient_dtype = DTYPES[plan.precision], DTYPES[plan.gradient_dtype]
-        self.corpus = Corpus.load(self.data)
+        self.feed = Feed(plan, Corpus.load(self.data))
         self.kinds = [model.layer_kind(i) for i in range(model.num_total_layers)]
         tied = model.tied_parameters()
         self.alias = {tied[1]: tied[0]} if tied else {}
@@ -81,7 +81,7 @@ class Reference:
         }
         losses = []
         for m in range(plan.num_microbatches):
-            tokens = torch.from_numpy(self.corpus.batch(plan.seed, step, m, plan.microbatch_size, plan.sequence))
+            tokens = torch.from_numpy(self.feed.batch(step, m))
             loss = self.loss(uses, tokens.to(self.device))
             loss.backward(torch.tensor(self.scale / plan.num_microbatches, device=self.device))
             losses.append(float(loss.detach()))
@@ -116,11 +116,11 @@ class Reference:
                 self.weights[key],
                 gradient2=second_use.get(key),
                 step=self.updates,
-                learning_rate=adam.learning_rate,
+                learning_rate=adam.learning_rate_of(self.updates - 1),
                 beta1=adam.beta1,
                 beta2=adam.beta2,
                 epsilon=adam.epsilon,
-                weight_decay=adam.weight_decay,
+                weight_decay=adam.weight_decay if master.dim() > 1 else 0.0,
                 gradient_scale=1.0 / self.scale,
             )
         self.good_steps += 1

@@ -9,13 +9,13 @@ from spipe.errors import SpipeError
 from spipe.runtime.data import Corpus
 
 
-def test_a_batch_is_a_function_of_seed_step_and_microbatch() -> None:
+def test_a_batch_is_a_function_of_seed_and_position() -> None:
     corpus = Corpus.load()
-    batch = corpus.batch(3, 5, 1, 4, 16)
+    batch = corpus.batch(3, 5, 4, 16)
     assert batch.shape == (4, 17)
     assert batch.dtype == np.int64
-    assert np.array_equal(batch, corpus.batch(3, 5, 1, 4, 16))
-    for other in ((4, 5, 1), (3, 6, 1), (3, 5, 2)):
+    assert np.array_equal(batch, corpus.batch(3, 5, 4, 16))
+    for other in ((4, 5), (3, 9)):
         assert not np.array_equal(batch, corpus.batch(*other, 4, 16))
     text = corpus.tokens.tobytes()
     assert all(row.astype(np.uint8).tobytes() in text for row in batch)
@@ -26,7 +26,7 @@ def test_the_shortest_text_has_one_sequence(tmp_path: Path) -> None:
     file.write_bytes(b"abcdefghi")
     corpus = Corpus.load(file)
     corpus.check(8, 256)
-    assert (corpus.batch(0, 0, 0, 3, 8) == np.frombuffer(b"abcdefghi", np.uint8)).all()
+    assert (corpus.batch(0, 0, 3, 8) == np.frombuffer(b"abcdefghi", np.uint8)).all()
     with pytest.raises(SpipeError, match="9 bytes, but a sequence of 9 tokens and its labels need 10"):
         corpus.check(9, 256)
 

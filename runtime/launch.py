@@ -185,6 +185,10 @@ class StopSignals:
             raise KeyboardInterrupt
         self._asked, self.name = True, signal.Signals(number).name
 
+    def is_set(self) -> bool:
+        """Whether an end was asked for."""
+        return self._asked
+
     def take(self) -> bool:
         """Whether an end was asked for since the last call."""
         if self._asked and not self._taken:

@@ -25,7 +25,7 @@ from spipe.runtime.job import Job
 from spipe.runtime.region import Region
 from spipe.runtime.rendezvous import KeyValueStore
 from spipe.runtime.results import Reporter, evaluation_row, write_results
-from spipe.runtime.session import Session
+from spipe.runtime.session import Request, Session
 from spipe.runtime.settlement import MasterState, Settlement
 from spipe.runtime.store import Store
 from spipe.runtime.transports import choose_transport, make_transport
@@ -33,9 +33,7 @@ from spipe.runtime.transports import choose_transport, make_transport
 Report = Callable[[dict[str, Any]], None]
 
 
-def run_rank(
-    job: Job, rank: int, rendezvous: KeyValueStore, report: Report, stop: threading.Event | None = None
-) -> None:
+def run_rank(job: Job, rank: int, rendezvous: KeyValueStore, report: Report, stop: Request | None = None) -> None:
     """Run one rank of a job on this host.
 
     Args:
@@ -91,7 +89,7 @@ def _one_at_a_time(report: Report) -> Report:
     return locked
 
 
-def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: Report, stop: threading.Event) -> None:
+def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: Report, stop: Request) -> None:
     plan, program, num_ranks = job.plan, job.plan.program(), job.num_ranks
     kind = plan.hardware.device
     device, sharers = make_device(plan, rank), ranks_per_device(plan)

@@ -5,9 +5,8 @@ ranks agree in a VALIDATE on the step after the next one as the end: by then no 
 """
 
 import math
-import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from spipe.ops import Kind
 from spipe.program import Program
@@ -21,6 +20,13 @@ if TYPE_CHECKING:
 Report = Callable[[dict[str, Any]], None]
 
 
+class Request(Protocol):
+    """Something that may be asked for at any time: an event, or the signals of a process."""
+
+    def is_set(self) -> bool:
+        """Whether it was."""
+
+
 class Session:
     """Steps are counted from the start of this run.
 
@@ -31,7 +37,7 @@ class Session:
     """
 
     def __init__(
-        self, job: "Job", program: Program, rank: int, store: "Store", masters: "MasterState", stop: threading.Event,
+        self, job: "Job", program: Program, rank: int, store: "Store", masters: "MasterState", stop: "Request",
         report: Report,
     ) -> None:  # fmt: skip
         self.job, self.program, self.rank, self.store, self._stop = job, program, rank, store, stop

@@ -5,6 +5,7 @@ has its own gradient, accumulated in the gradient dtype; the two uses of a tied 
 first.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from spipe.plan import Plan
 from spipe.runtime import layers
-from spipe.runtime.adam_reference import adamw_step_tensors
+from spipe.runtime.adam_reference import adamw_step_tensors, as_array, sum_of_squares
 from spipe.runtime.data import Corpus, Feed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,6 +27,8 @@ class Reference:
     data: Path | None = None
     losses: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    clipped: list[int] = field(default_factory=list)
     overflow: tuple[tuple[int, int], ...] = ()
     """(step, layer): make the first gradient element of the layer infinite."""
     device: str = "cpu"
@@ -107,6 +110,7 @@ class Reference:
             return
         self.updates += 1
         second_use = {owner: totals[use] for use, owner in self.alias.items()}
+        clipping = self.clipping(totals, second_use)
         for key, master in self.masters.items():
             adamw_step_tensors(
                 totals[key],
@@ -121,11 +125,29 @@ class Reference:
                 beta2=adam.beta2,
                 epsilon=adam.epsilon,
                 weight_decay=adam.weight_decay if master.dim() > 1 else 0.0,
-                gradient_scale=1.0 / self.scale,
+                gradient_scale=clipping / self.scale,
             )
         self.good_steps += 1
         if self.plan.precision == "fp16" and self.good_steps >= self.plan.loss_scale.window:
             self.scale, self.good_steps = self.scale * 2, 0
+
+    def clipping(
+        self, totals: dict[tuple[int, str], torch.Tensor], second_use: dict[tuple[int, str], torch.Tensor]
+    ) -> float:
+        """What this step's gradients are multiplied by; a tied weight counts once, with the sum of its gradients."""
+        max_norm = self.plan.optimizer.max_norm
+        if max_norm is None:
+            return 1.0
+        squares = [
+            sum_of_squares(as_array(totals[key]), as_array(second_use[key]) if key in second_use else None)
+            for key in self.masters
+        ]
+        norm = math.sqrt(math.fsum(squares)) / self.scale
+        self.norms.append(norm)
+        if norm <= max_norm:
+            return 1.0
+        self.clipped.append(len(self.losses) - 1)
+        return max_norm / norm
 
     @property
     def state(self) -> dict[str, torch.Tensor]:

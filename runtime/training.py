@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +84,7 @@ def run(
     overwrite: bool = False,
     dump_state: str | Path | None = None,
     ranks: RankProcesses | None = None,
+    files: Mapping[str, str] | None = None,
     hooks: TestHooks = NO_HOOKS,
 ) -> RunResult:
     """Train a plan for some steps: one process per rank, on this host.
@@ -112,6 +113,7 @@ def run(
         host_memory_bytes: memory of this host, where it shows less than it has.
         dump_state: also save weights, masters and moments by parameter to this file (``torch.load`` reads it).
         ranks: processes to use again; None to start new ones.
+        files: further text files for the run directory, by name.
 
     Raises:
         SpipeError: before anything is started, if what was given cannot work.
@@ -139,6 +141,8 @@ def run(
         hooks=hooks,
     )
     prepare(job)
+    for name, text in (files or {}).items():
+        (job.output / name).write_text(text)
     with _processes(ranks, job.num_ranks) as processes:
         processes.run(job, log or (lambda row: None))
     return RunResult.load(job.output)

@@ -43,7 +43,7 @@ class Job:
             state when a signal ends the run early.
         keep: how many of the newest checkpoints are kept; None: all.
         resume: checkpoint folder to go on from.
-        model_folder: Hugging Face model folder to start from; None: random weights.
+        model_folder: Hugging Face model folder to start from, unless from a checkpoint; None: random weights.
         hooks: faults for tests.
     """
 
@@ -188,9 +188,7 @@ class Job:
             )
 
     def _check_start(self) -> None:
-        if self.resume and self.model_folder:
-            raise SpipeError(f"both a checkpoint ({self.resume}) and a model ({self.model_folder}) to start from")
-        if self.model_folder:
+        if self.model_folder and not self.resume:
             check_exportable(self.plan.model)
             ModelFolder(self.model_folder, self.plan.model)
         if self.resume:

@@ -75,20 +75,24 @@ def generate(
 
     if not tokens:
         raise SpipeError("the prompt is empty; give at least one character to go on from")
+    if max(tokens) >= vocab_size:
+        raise SpipeError(f"{folder}: token {max(tokens)} of the prompt, but the vocabulary has {vocab_size} entries")
     generator = torch.Generator().manual_seed(seed)
-    longest = sampler.model.max_sequence or 1 << 62
-    new: list[int] = []
-    shown = ""
-    for _ in range(max_tokens):
-        logits = sampler.logits(torch.tensor((tokens + new)[-longest:]))[-1]
-        new.append(_choose(logits, temperature, top_k, generator))
-        text = decode(new)
-        if not text.endswith("�"):  # the character is not yet whole
-            yield text[len(shown) :]
-            shown = text
-    text = decode(new)
-    if len(text) > len(shown):
-        yield text[len(shown) :]
+
+    def pieces() -> Iterator[str]:
+        longest = sampler.model.max_sequence or 1 << 62
+        new: list[int] = []
+        shown = ""
+        for _ in range(max_tokens):
+            logits = sampler.logits(torch.tensor((tokens + new)[-longest:]))[-1]
+            new.append(_choose(logits, temperature, top_k, generator))
+            text = decode(new)
+            if not text.endswith("\ufffd"):  # the character is not yet whole
+                yield text[len(shown) :]
+                shown = text
+        yield decode(new)[len(shown) :]
+
+    return pieces()
 
 
 def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

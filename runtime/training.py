@@ -105,7 +105,7 @@ def run(
         keep: how many of the newest checkpoints are kept; None: all.
         resume: a checkpoint, or a run directory whose newest one is taken; ``auto``: the newest of ``output``, if any.
             Ranks, cuts, schedule and device may differ from those that wrote it.
-        model_folder: a Hugging Face model folder to start from; None: random weights.
+        model_folder: a Hugging Face model folder to start from, unless from a checkpoint; None: random weights.
         transport: ``host``, ``gloo`` (CPU), ``nccl`` (CUDA), or ``auto``.
         timeout_s: give up if no op of any rank completes for so long.
         trace_steps: how many of the last steps go into ``trace.json``.
@@ -196,8 +196,8 @@ def claim(job: Job) -> None:
             for name in (FOLDER, MODEL_FOLDER):
                 if (job.output / name).is_dir():
                     shutil.rmtree(job.output / name)
-        source = job.model_folder or (None if job.continues_run else job.resume)
-        if source is not None:
+        source = job.resume or job.model_folder
+        if source is not None and not job.continues_run:
             (job.output / MODEL_FOLDER).mkdir(exist_ok=True)
             copy_extras(source, job.output / MODEL_FOLDER, (CONFIG, *EXTRAS))
         if job.tokenizer is not None:

@@ -249,8 +249,9 @@ def sample(
     """
     from spipe.runtime.sample import generate
 
+    pieces = generate(source, prompt, max_tokens, temperature=temperature, top_k=top_k, seed=seed)
     sys.stdout.write(prompt)
-    for piece in generate(source, prompt, max_tokens, temperature=temperature, top_k=top_k, seed=seed):
+    for piece in pieces:
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")

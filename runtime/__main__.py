@@ -45,11 +45,20 @@ def main(arguments: list[str] | None = None, environment: Mapping[str, str] = os
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m spipe.runtime", description="Run one rank of a plan.")
     parser.add_argument("plan", type=Path, help="plan.json")
-    parser.add_argument("--steps", required=True, help="training steps")
+    parser.add_argument("--steps", required=True, help="training steps, those before a checkpoint included")
     parser.add_argument(
         "--data", type=Path, help="file (its bytes) or folder (its text files); default: Python's documentation"
     )
     parser.add_argument("-o", "--output", type=Path, required=True, help="new run directory")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json for text; default: bytes")
+    parser.add_argument("--token-bytes", help="bytes of a token in a .bin file, 2 or 4; default: by the vocabulary")
+    parser.add_argument("--validation-fraction", default=0.0, help="part of the data that is for evaluation only")
+    parser.add_argument("--evaluate-every", help="steps between evaluations")
+    parser.add_argument("--checkpoint-every", help="steps between checkpoints; then signals save and end the run, too")
+    parser.add_argument("--keep", help="newest checkpoints that are kept; default: all")
+    parser.add_argument("--resume", help="checkpoint or run directory to go on from; auto: the output's newest, if any")
+    parser.add_argument("--from", dest="model_folder", type=Path, help="Hugging Face model folder to start from")
+    parser.add_argument("--force", action="store_true", help="replace a run that is in the output directory")
     parser.add_argument("--transport", default="auto", help="auto, host, gloo or nccl")
     parser.add_argument("--timeout-s", default=600.0, help="give up if nothing completes for so long")
     parser.add_argument("--trace-steps", default=25, help="last steps that go into the trace")
@@ -79,9 +88,23 @@ def _seconds(name: str, value: str | float) -> float:
     return number
 
 
+def _fraction(name: str, value: str | float) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1:
+        raise SpipeError(f"--{name} {value} is not a number of at least 0 and below 1")
+    return number
+
+
 def _numbers(options: argparse.Namespace) -> dict[str, Any]:
     memory = options.host_memory_bytes
+    counts = ("token_bytes", "evaluate_every", "checkpoint_every", "keep")
+    given = {name: getattr(options, name) for name in counts}
     return {
+        **{name: None if v is None else _whole(name.replace("_", "-"), v) for name, v in given.items()},
+        "validation_fraction": _fraction("validation-fraction", options.validation_fraction),
         "steps": _whole("steps", options.steps),
         "trace_steps": _whole("trace-steps", options.trace_steps),
         "timeout_s": _seconds("timeout-s", options.timeout_s),
@@ -131,11 +154,16 @@ def _require_one_host(size: int, local_size: int, rank: int) -> None:
 
 def _job(options: argparse.Namespace, plan: Plan) -> Any:
     from spipe.runtime.job import Job
+    from spipe.runtime.training import resolve_resume
 
     return Job(
         plan=plan,
         output=options.output,
         data=options.data,
+        tokenizer=options.tokenizer,
+        resume=resolve_resume(options.resume, options.output),
+        model_folder=options.model_folder,
+        overwrite=options.force,
         transport=options.transport,
         dump_state=options.dump_state,
         **_numbers(options),
@@ -144,8 +172,9 @@ def _job(options: argparse.Namespace, plan: Plan) -> Any:
 
 def _run_rank(options: argparse.Namespace, world: World) -> int:
     from spipe.runtime.failure import RunFailedError
+    from spipe.runtime.launch import StopSignals
     from spipe.runtime.rank import run_rank
-    from spipe.runtime.training import claim
+    from spipe.runtime.training import prepare
 
     if world.rank == 0:
         try:
@@ -155,8 +184,7 @@ def _run_rank(options: argparse.Namespace, world: World) -> int:
                     f"{options.plan} is for {job.num_ranks} ranks, but {world.size} were started; start as many "
                     "processes as the plan has ranks"
                 )
-            job.check()
-            claim(job)
+            prepare(job)
         except SpipeError as error:
             print(f"spipe: {error}", file=sys.stderr, flush=True)
             world.rendezvous.set("checked", "bad")
@@ -171,7 +199,8 @@ def _run_rank(options: argparse.Namespace, world: World) -> int:
             return EXIT_USER
         job = _job(options, Plan.load(options.plan))
     try:
-        run_rank(job, world.rank, world.rendezvous, _report)
+        with StopSignals(job.saves) as stop:
+            run_rank(job, world.rank, world.rendezvous, _report, stop)
     except RunFailedError as error:
         if world.rank == 0:
             print(f"spipe: {error}", file=sys.stderr)
@@ -203,6 +232,10 @@ def _run_locally(options: argparse.Namespace) -> int:
             Plan.load(options.plan),
             output=options.output,
             data=options.data,
+            tokenizer=options.tokenizer,
+            resume=options.resume,
+            model_folder=options.model_folder,
+            overwrite=options.force,
             transport=options.transport,
             dump_state=options.dump_state,
             **_numbers(options),

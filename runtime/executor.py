@@ -11,7 +11,9 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count, takewhile
 from math import inf
 
 import numpy as np
@@ -46,11 +48,13 @@ class Executor:
 
     def __init__(
         self, program: Program, rank: int, store: Store, device: Device, handlers: Handlers, *,
-        steps: int, traced_from: int, hooks: TestHooks,
+        steps: int, traced_from: int, hooks: TestHooks, continues: Callable[[int, int], bool] | None = None,
     ) -> None:  # fmt: skip
         self.program, self.rank, self.store, self.flags = program, rank, store, store.flags
         self.device, self.handlers, self.hooks = device, handlers, hooks
-        self.steps, self.traced_from = steps, traced_from
+        self.traced_from = traced_from
+        self.continues = continues or (lambda lane, step: step < steps)
+        """Whether a lane is to run a step; asked before it, and may wait."""
         self.lanes: dict[int, list[int]] = {}
         for i in program.of_rank(rank):
             self.lanes.setdefault(program.lane[i], []).append(i)
@@ -106,7 +110,7 @@ class Executor:
         try:
             self.device.open_lane(lane)
             in_order = self.program.lanes[lane].discipline == "in order"
-            for step in range(self.steps):
+            for step in takewhile(lambda step: self.continues(lane, step), count()):
                 (self._in_order if in_order else self._by_deadline)(lane, step, current)
             self.device.finish_lane()
         except AbortedError:

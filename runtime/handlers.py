@@ -14,7 +14,7 @@ from spipe.plan import Plan
 from spipe.program import Program
 from spipe.runtime import layers
 from spipe.runtime.buffers import Buffers
-from spipe.runtime.data import Corpus
+from spipe.runtime.data import Feed
 from spipe.runtime.devices import Device
 from spipe.runtime.hooks import TestHooks
 from spipe.runtime.region import DTYPES
@@ -41,11 +41,11 @@ class Handlers:
 
     def __init__(
         self, plan: Plan, program: Program, rank: int, store: Store, device: Device, transport: Transport,
-        settlement: Settlement, corpus: Corpus, hooks: TestHooks,
+        settlement: Settlement, feed: Feed, hooks: TestHooks,
     ) -> None:  # fmt: skip
         self.plan, self.program, self.rank, self.model = plan, program, rank, plan.model
         self.store, self.device, self.transport, self.settlement = store, device, transport, settlement
-        self.corpus, self.hooks = corpus, hooks
+        self.feed, self.hooks = feed, hooks
         self.buffers = Buffers(plan, program, rank, store.table, device)
         self.rotary = layers.RotaryTable.build(
             plan.model, plan.sequence, DTYPES[plan.precision], torch.device(device.device)
@@ -268,9 +268,7 @@ class Handlers:
     def load_tokens(self, op: int, step: int) -> None:
         stage, m = self.program.stage[op], self.program.index[op]
         tokens = self.buffers.tokens[stage, self.program.slot[op]]
-        batch = torch.from_numpy(
-            self.corpus.batch(self.plan.seed, step, m, self.plan.microbatch_size, self.plan.sequence)
-        )
+        batch = torch.from_numpy(self.feed.batch(step, m))
         # The copies of this lane so far may still read the staging memory.
         self.device.finish_lane()
         tokens.staging[0].copy_(batch[:, :-1])

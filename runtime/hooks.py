@@ -14,6 +14,8 @@ class TestHooks:
         delay_s: sleep a random time up to this before every op.
         kill: (rank, step): that rank kills its own process at the first op of that step.
         fail: (rank, step, op text): that rank raises an error in that op.
+        hang: (rank, step, op text): that op does not end.
+        kill_in_checkpoint: (rank, step): that rank kills its own process while it writes the checkpoint of that step.
     """
 
     __test__ = False
@@ -24,6 +26,7 @@ class TestHooks:
     kill: tuple[int, int] | None = None
     fail: tuple[int, int, str] | None = None
     hang: tuple[int, int, str] | None = None
+    kill_in_checkpoint: tuple[int, int] | None = None
 
     def delay(self, generator: random.Random) -> float:
         """Seconds to sleep before an op."""

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +71,8 @@ class RankProcesses:
             RunFailedError: with what went wrong first; all processes have ended then.
         """
         try:
-            problem = self._run(job, report)
+            with StopSignals(job.saves) as stop:
+                problem = self._run(job, report, stop)
         except BaseException:
             self.kill()
             raise
@@ -78,7 +80,7 @@ class RankProcesses:
             self.kill()
             raise RunFailedError(problem)
 
-    def _run(self, job: Job, report: Callable[[dict[str, Any]], None]) -> str:
+    def _run(self, job: Job, report: Callable[[dict[str, Any]], None], stop: "StopSignals") -> str:
         pipes = self.pipes[: job.num_ranks]
         if self._port is None:
             try:
@@ -93,6 +95,10 @@ class RankProcesses:
                 return self._death(rank, -1)
         running, step, problem, deadline = set(range(job.num_ranks)), -1, "", float("inf")
         while running and time.monotonic() < deadline:
+            if stop.take():
+                report({"message": f"{stop.name}: finishing the steps in flight, then a checkpoint"})
+                with contextlib.suppress(OSError):
+                    pipes[0].send(("stop", None))
             for ready in connections.wait([pipes[rank] for rank in running], timeout=0.5):
                 rank = pipes.index(ready)
                 try:
@@ -150,3 +156,42 @@ class RankProcesses:
             with contextlib.suppress(OSError):
                 pipe.close()
         self.processes, self.pipes = [], []
+
+
+class StopSignals:
+    """While active, SIGTERM, SIGINT and SIGUSR1 ask for an orderly end; a second SIGINT interrupts as ever.
+
+    Only where the run can save, and only in a program's main thread, where alone signals can be handled.
+    """
+
+    def __init__(self, active: bool) -> None:
+        self._active = active and threading.current_thread() is threading.main_thread()
+        self._before: dict[int, Any] = {}
+        self._asked = self._taken = False
+        self.name = ""
+
+    def __enter__(self) -> Self:
+        if self._active:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: object) -> None:
+        if self._asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._asked, self.name = True, signal.Signals(number).name
+
+    def is_set(self) -> bool:
+        """Whether an end was asked for."""
+        return self._asked
+
+    def take(self) -> bool:
+        """Whether an end was asked for since the last call."""
+        if self._asked and not self._taken:
+            self._taken = True
+            return True
+        return False

@@ -122,6 +122,11 @@ def head(p: Parameters, x: Tensor, labels: Tensor, model: ModelSpec) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
+def logits(p: Parameters, x: Tensor, model: ModelSpec) -> Tensor:
+    """Final norm and LM head: activations (b, s, h) -> (b, s, V)."""
+    return F.linear(_norm(x, p["norm.weight"], model), p["lm_head.weight"])
+
+
 class ChunkedLoss(torch.autograd.Function):
     """Mean cross entropy of x (T, h) times weight (V, h) transposed against labels (T,), ``chunk`` tokens at a time.
 

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -13,15 +14,18 @@ import torch
 from spipe import _native
 from spipe.errors import SpipeError
 from spipe.memory import memory
-from spipe.runtime.data import Corpus
+from spipe.runtime.checkpoint import load_model, load_state
+from spipe.runtime.data import Feed
 from spipe.runtime.devices import make_device, ranks_per_device, start_autograd
+from spipe.runtime.evaluation import Evaluation
 from spipe.runtime.executor import Executor, Watchdog
 from spipe.runtime.failure import AbortedRunError, RunFailedError
 from spipe.runtime.handlers import Handlers
 from spipe.runtime.job import Job
 from spipe.runtime.region import Region
 from spipe.runtime.rendezvous import KeyValueStore
-from spipe.runtime.results import Reporter, write_results
+from spipe.runtime.results import Reporter, evaluation_row, write_results
+from spipe.runtime.session import Request, Session
 from spipe.runtime.settlement import MasterState, Settlement
 from spipe.runtime.store import Store
 from spipe.runtime.transports import choose_transport, make_transport
@@ -29,7 +33,7 @@ from spipe.runtime.transports import choose_transport, make_transport
 Report = Callable[[dict[str, Any]], None]
 
 
-def run_rank(job: Job, rank: int, rendezvous: KeyValueStore, report: Report) -> None:
+def run_rank(job: Job, rank: int, rendezvous: KeyValueStore, report: Report, stop: Request | None = None) -> None:
     """Run one rank of a job on this host.
 
     Args:
@@ -37,13 +41,14 @@ def run_rank(job: Job, rank: int, rendezvous: KeyValueStore, report: Report) -> 
         rank: 0 .. ``job.num_ranks`` - 1.
         rendezvous: a key-value store shared by exactly the ranks of this job.
         report: called on rank 0 with every row of the metrics, and with lines worth showing (key ``message``).
+        stop: set it to end the run after the steps in flight, with a checkpoint; only runs that save take notice.
 
     Raises:
         RunFailedError: with the reason, the same on all ranks.
     """
     store = _open_store(job, rank, rendezvous)
     try:
-        _run(job, rank, store, rendezvous, report)
+        _run(job, rank, store, rendezvous, _one_at_a_time(report), stop or threading.Event())
     except (AbortedRunError, _native.AbortedError):
         pass
     except Exception as error:
@@ -74,7 +79,17 @@ def _open_store(job: Job, rank: int, rendezvous: KeyValueStore) -> Store:
     return store
 
 
-def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: Report) -> None:
+def _one_at_a_time(report: Report) -> Report:
+    lock = threading.Lock()
+
+    def locked(row: dict[str, Any]) -> None:
+        with lock:
+            report(row)
+
+    return locked
+
+
+def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: Report, stop: Request) -> None:
     plan, program, num_ranks = job.plan, job.plan.program(), job.num_ranks
     kind = plan.hardware.device
     device, sharers = make_device(plan, rank), ranks_per_device(plan)
@@ -84,10 +99,16 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
     threads = plan.optimizer_threads or max(1, _native.features()["usable_cores"] // num_ranks)
     store.region.advise_huge_pages()
     masters = MasterState(plan, rank, store, device.device)
-    settlement = Settlement(plan, program, rank, store, masters, threads, job.hooks)
+    session = Session(job, program, rank, store, masters, stop, report)
+    settlement = Settlement(plan, program, rank, store, masters, threads, job.hooks, session)
     share = store.layout.data_span.num_bytes // num_ranks
     store.region.populate(store.layout.data_span.offset + rank * share, share, threads)
-    masters.initialize(plan, store, threads)
+    if job.resume:
+        load_state(job.resume, plan.model, masters, store)
+    elif job.model_folder:
+        load_model(job.model_folder, plan.model, masters, store)
+    else:
+        masters.initialize(plan, store, threads)
     pids = _exchange_pids(rank, num_ranks, rendezvous)
     settlement.meet("phase", 0)  # every weight is in place, and all of the region has its pages
     if rank == 0 and kind == "cuda":
@@ -96,24 +117,35 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
     if problem:
         report({"message": f"rank {rank}: {problem}"})
     transport = make_transport(name, program, rank, store, device, rendezvous, job.timeout_s)
-    corpus = Corpus.load(job.data)
-    handlers = Handlers(plan, program, rank, store, device, transport, settlement, corpus, job.hooks)
+    corpus, validation = job.corpora()
+    feed = Feed(plan, corpus, job.start.sequences)
+    handlers = Handlers(plan, program, rank, store, device, transport, settlement, feed, job.hooks)
+    if validation is not None and job.evaluate_every:
+        evaluation = Evaluation(plan, rank, store, device.device, validation, handlers.rotary)
+        if kind == "cuda":
+            session.finish_copies = lambda: torch.cuda.synchronize(device.device)
+        session.evaluate = lambda step: evaluation.run(evaluation_row(job, step))
     device.finish_lane()
     executor = Executor(
-        program, rank, store, device, handlers, steps=job.steps, traced_from=job.traced_from, hooks=job.hooks
-    )
+        program, rank, store, device, handlers,
+        steps=job.num_steps, traced_from=job.traced_from, hooks=job.hooks, continues=session.continues,
+    )  # fmt: skip
     settlement.meet("phase", 1)
     store.step_ends[0, rank] = time.monotonic()
     reporter = Reporter(job, store, settlement, report) if rank == 0 else None
-    with Watchdog(program, rank, store, job.steps, job.timeout_s, pids):
+    with Watchdog(program, rank, store, job.num_steps, job.timeout_s, pids):
         try:
             executor.run()
+            if session.evaluates_after(session.last - 1):
+                session.take_part(session.last)
         except BaseException:  # an interrupt, say: the other lanes and ranks must not train on
             store.flags.abort(store.layout.abort)
             raise
         finally:
             if reporter:
                 reporter.join()
+    if session.saver is not None:
+        session.saver.finish()
     device.resolve_times(store, job.traced_from)
     used, reserved = device.peak_bytes()
     store.peaks[rank] = used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, reserved

@@ -13,7 +13,8 @@ def main() -> None:
     """Read jobs from the pipe and run them until the launcher closes it."""
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
     commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(pipe, commands), name="commands", daemon=True).start()
+    stop = threading.Event()
+    threading.Thread(target=_read, args=(pipe, commands, stop), name="commands", daemon=True).start()
 
     from spipe.runtime.failure import RunFailedError
     from spipe.runtime.rank import run_rank
@@ -29,7 +30,7 @@ def main() -> None:
         job, rank, port, number = value
         store = server or connect("127.0.0.1", port)
         try:
-            run_rank(job, rank, prefixed(store, f"job{number}"), lambda row: pipe.send(("report", row)))
+            run_rank(job, rank, prefixed(store, f"job{number}"), lambda row: pipe.send(("report", row)), stop)
         except RunFailedError as error:
             _leave(pipe, str(error))
         except Exception as error:
@@ -37,10 +38,16 @@ def main() -> None:
         pipe.send(("done", None))
 
 
-def _read(pipe: Any, commands: "queue.SimpleQueue[tuple[str, Any]]") -> None:
+def _read(pipe: Any, commands: "queue.SimpleQueue[tuple[str, Any]]", stop: threading.Event) -> None:
     while True:
         try:
-            commands.put(pipe.recv())
+            command, value = pipe.recv()
+            if command == "stop":
+                stop.set()
+                continue
+            if command == "run":
+                stop.clear()
+            commands.put((command, value))
         except (EOFError, OSError):
             os._exit(0)
 

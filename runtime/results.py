@@ -6,7 +6,9 @@ import platform
 import threading
 from collections import Counter
 from collections.abc import Callable
-from math import inf, isnan
+from itertools import count, takewhile
+from math import fsum, inf, isnan
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -48,9 +50,14 @@ class Reporter:
 
     def _write_rows(self) -> None:
         flags, abort = self.store.flags, self.store.layout.abort
-        with open(self.job.output / "metrics.jsonl", "w", buffering=1) as file:
-            for step in range(self.job.steps):
+        session, path = self.settlement.session, self.job.output / "metrics.jsonl"
+        kept = rows_before(path, self.job.start.step) if self.job.continues_run else []
+        with open(path, "w", buffering=1) as file:
+            file.writelines(kept)
+            for step in takewhile(lambda step: step < session.last, count()):
                 flags.wait(self.settlement.validate_op, step + 1, inf, abort)
+                if session.evaluates_after(step):
+                    session.wait_evaluated(step + 1)
                 row = metrics_row(self.job, self.store, self.settlement, step)
                 file.write(json.dumps(row) + "\n")
                 self.report(row)
@@ -58,25 +65,48 @@ class Reporter:
                     self.report({"message": skipped_message(self.settlement, step)})
 
 
+def rows_before(path: Path, first_step: int) -> list[str]:
+    """The lines of a ``metrics.jsonl`` about steps before ``first_step``."""
+    try:
+        lines = path.read_text().splitlines(keepends=True)
+        return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < first_step]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def evaluation_row(job: Job, step: int) -> int:
+    """The row of ``store.evaluations`` for the evaluation before ``step`` (counted from the start of the run)."""
+    assert job.evaluate_every is not None
+    return -(-(job.start.step + step) // job.evaluate_every) - job.start.step // job.evaluate_every
+
+
 def metrics_row(job: Job, store: Store, settlement: Settlement, step: int) -> dict[str, Any]:
     """One step's metrics, as they stand in ``metrics.jsonl``; a non-finite loss or norm is null."""
     step_s = float(store.step_ends[step + 1, 0] - store.step_ends[step, 0])
     verdict, loss = settlement.verdicts[step], float(store.losses[step])
-    return {
-        "step": step,
+    num_updates = settlement.scaling[step].num_updates
+    row = {
+        "step": job.start.step + step,
         "loss": _finite(loss),
         "step_s": step_s,
         "tokens_per_s": job.plan.tokens_per_step / step_s,
         "loss_scale": settlement.scaling[step].loss_scale,
         "skipped": verdict.overflow,
         "gradient_norm": _finite(verdict.gradient_norm),
+        "clipping": verdict.clipping,
+        "learning_rate": job.plan.optimizer.learning_rate_of(num_updates),
     }
+    if settlement.session.evaluates_after(step):
+        losses = store.evaluations[evaluation_row(job, step + 1)]
+        row["validation_loss"] = _finite(fsum(losses) / len(losses))
+    return row
 
 
 def skipped_message(settlement: Settlement, step: int) -> str:
     """The log line about a step that changed nothing."""
     before, after = settlement.scaling[step].loss_scale, settlement.scaling[step + 1].loss_scale
     what = f"loss scale {before:g} -> {after:g}" if before != after else f"loss scale stays {after:g}"
+    step += settlement.session.start.step
     return f"step {step}: a gradient is not finite; weights and optimizer state are unchanged, {what}"
 
 
@@ -87,29 +117,34 @@ def _finite(value: float) -> float | None:
 def write_results(job: Job, store: Store, settlement: Settlement, about: dict[str, Any]) -> None:
     """``trace.json`` and ``result.json``; the latter comes last, so a run that has one is complete."""
     program = job.plan.program()
-    trace = measured_trace(program, store, job.traced_from)
+    num_steps, session = settlement.session.last, settlement.session
+    trace = measured_trace(program, store, job.traced_from, num_steps)
     trace.metadata |= {"plan": job.plan.digest(), "device": about["device"], "transport": about["transport"]}
     trace.metadata["usable_cores"] = _native.features()["usable_cores"]
     trace.save(job.output / "trace.json")
-    rows = [metrics_row(job, store, settlement, step) for step in range(job.steps)]
+    rows = [metrics_row(job, store, settlement, step) for step in range(num_steps)]
     times = [row["step_s"] for row in rows]
     counted = times[WARM_UP_STEPS:] or times
     result = {
-        "steps": job.steps,
+        "steps": num_steps,
+        "first_step": job.start.step,
+        "stopped": session.stopped,
         "losses": [row["loss"] for row in rows],
         "step_s": times,
         "median_step_s": median(counted),
         "median_tokens_per_s": job.plan.tokens_per_step / median(counted),
         "measured_steps": len(counted),
         "skipped_steps": [row["step"] for row in rows if row["skipped"]],
-        "loss_scale": settlement.scaling[job.steps].loss_scale,
-        "num_updates": settlement.scaling[job.steps].num_updates,
+        "clipped_steps": [row["step"] for row in rows if row["clipping"] != 1.0],
+        "validation_losses": {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row},
+        "loss_scale": settlement.scaling[num_steps].loss_scale,
+        "num_updates": settlement.scaling[num_steps].num_updates,
         "num_ranks": job.num_ranks,
         "peak_device_bytes": [int(peak) for peak in store.peaks[:, 0]],
         "peak_reserved_bytes": [int(peak) for peak in store.peaks[:, 2]],
         "peak_resident_bytes": [int(peak) for peak in store.peaks[:, 1]],
         "ops_per_step": {Kind(kind).name: n for kind, n in sorted(Counter(program.kind).items())},
-        "traced_steps": [job.traced_from, job.steps],
+        "traced_steps": [min(job.traced_from, num_steps), num_steps],
         "plan": job.plan.digest(),
         **about,
         "compute_threads": job.plan.compute_threads,
@@ -127,7 +162,7 @@ def write_results(job: Job, store: Store, settlement: Settlement, about: dict[st
     os.replace(temporary, job.output / "result.json")
 
 
-def measured_trace(program: Program, store: Store, first_step: int) -> Trace:
+def measured_trace(program: Program, store: Store, first_step: int, num_steps: int) -> Trace:
     """All ranks' times on one clock. An op is ready when its last dependency ends (or when the job starts).
 
     Both halves of a message have the same start, when both sides were there, and the same end, when it had arrived.
@@ -135,7 +170,7 @@ def measured_trace(program: Program, store: Store, first_step: int) -> Trace:
     trace = Trace.empty(program, "measured")
     origin = float(store.step_ends[0].max())
     previous = None
-    for offset, rows in enumerate(store.times):
+    for offset, rows in enumerate(store.times[: max(num_steps - first_step, 0)]):
         step = first_step + offset
         start, end = rows[:, 0].copy(), rows[:, 1].copy()
         for i, partner in enumerate(program.partner):

@@ -1,14 +1,19 @@
 """The optimizer's side of a step: speculative steps, the verdict of all ranks, commit or rollback, the loss scale.
 
-A bucket may step before it is known whether every gradient of the model is finite. VALIDATE gives that verdict; COMMIT
-accepts the step or undoes it to the last bit. A step whose verdict is known when it starts is final (or left out).
+A bucket may step before it is known whether every gradient of the model is finite, and whether their norm calls for
+clipping. VALIDATE gives that verdict; COMMIT accepts the step, undoes it to the last bit, or undoes it and does it
+again with clipped gradients. A step whose verdict is known when it starts is final (or left out); where clipping is
+frequent, steps wait for it. So the result is that of the synchronous order, to the bit.
 After an overflow nothing has changed but the loss scale: not the weights, moments, nor the number of updates.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from spipe import _native
@@ -18,10 +23,14 @@ from spipe.plan import Plan
 from spipe.program import Program
 from spipe.runtime.adam_device import adamw_step_on_device
 from spipe.runtime.adam_reference import AdamScalars
+from spipe.runtime.checkpoint import START, Position
 from spipe.runtime.hooks import TestHooks
 from spipe.runtime.layers import initialize
 from spipe.runtime.region import DTYPES, fill_bytes, private_memory
 from spipe.runtime.store import Parameter, Store
+
+if TYPE_CHECKING:
+    from spipe.runtime.session import Session
 
 
 @dataclass(frozen=True)
@@ -35,15 +44,28 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks agree on at the end of a step; ``gradient_norm`` is NaN where it is not known."""
+    """What all ranks agree on at the end of a step.
+
+    Attributes:
+        overflow: whether a gradient is not finite.
+        gradient_norm: of the whole model, without the loss scale, before clipping; NaN where it is not known: after
+            an overflow, or with tied embeddings and no ``max_norm``.
+        clipping: what gradients are multiplied by; 1 where the norm is not above ``max_norm``.
+    """
 
     overflow: bool
     gradient_norm: float
+    clipping: float = 1.0
 
 
-def first_scaling(plan: Plan) -> Scaling:
-    """The loss scale is 1 unless weights are fp16."""
-    return Scaling(plan.loss_scale.initial if plan.precision == "fp16" else 1.0)
+CLIPPED_WINDOW = 16
+"""Steps that speculation looks back on; it pays while fewer than half of them were clipped."""
+
+
+def first_scaling(plan: Plan, position: Position = START) -> Scaling:
+    """What the first step after ``position`` starts with; the loss scale is 1 unless weights are fp16."""
+    scale = position.loss_scale if position.loss_scale is not None else plan.loss_scale.initial
+    return Scaling(scale if plan.precision == "fp16" else 1.0, position.num_updates, position.good_steps)
 
 
 def next_scaling(plan: Plan, scaling: Scaling, overflow: bool) -> Scaling:
@@ -107,14 +129,30 @@ class MasterState:
         """Initial masters, and the weights rounded from them, for this rank's parameters."""
         torch.set_num_threads(num_threads)
         for parameter in self.parameters:
-            layer, master = self.layers[parameter.layer], self.of(parameter)[0]
-            value = master if master.device.type == "cpu" else torch.empty(master.shape)
-            initialize(plan.model, plan.seed, parameter.layer, parameter.name, value, num_threads)
-            weight = store.weights[parameter.first : parameter.first + parameter.count]
-            weight.copy_(value.view(-1))
-            if layer.weight is not None:
-                master.copy_(value)
-                layer.part(layer.weight, parameter).copy_(weight)
+            with self.filling(parameter, store) as (master, _, _):
+                initialize(plan.model, plan.seed, parameter.layer, parameter.name, master, num_threads)
+
+    @contextmanager
+    def filling(self, parameter: Parameter, store: Store) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Master and moments to be filled in on the CPU; after that they, and the weight, are where they belong."""
+        layer, state = self.layers[parameter.layer], self.of(parameter)
+        on_cpu = state[0].device.type == "cpu"
+        master, m, v = state if on_cpu else (torch.zeros(tensor.shape) for tensor in state)
+        yield master, m, v
+        weight = store.weights[parameter.first : parameter.first + parameter.count]
+        weight.copy_(master.view(-1))
+        if not on_cpu:
+            for tensor, value in zip(state, (master, m, v), strict=True):
+                tensor.copy_(value)
+        if layer.weight is not None:
+            layer.part(layer.weight, parameter).copy_(weight)
+
+    def weight_of(self, parameter: Parameter, store: Store) -> torch.Tensor:
+        """The parameter's weight where it is stepped, flat."""
+        layer = self.layers[parameter.layer]
+        if layer.weight is not None:
+            return layer.part(layer.weight, parameter)
+        return store.weights[parameter.first : parameter.first + parameter.count]
 
 
 def _on_device(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -140,7 +178,7 @@ class Settlement:
 
     def __init__(
         self, plan: Plan, program: Program, rank: int, store: Store, masters: MasterState, num_threads: int,
-        hooks: TestHooks,
+        hooks: TestHooks, session: "Session",
     ) -> None:  # fmt: skip
         self.plan, self.program, self.rank, self.store, self.hooks = plan, program, rank, store, hooks
         self.masters = masters
@@ -150,8 +188,9 @@ class Settlement:
             self.pool, adam.beta1, adam.beta2, adam.epsilon,
             rollback="auto", undo_budget_bytes=undo_budget_bytes(plan, store, masters),
         )  # fmt: skip
-        self.scaling: dict[int, Scaling] = {0: first_scaling(plan)}
+        self.scaling: dict[int, Scaling] = {0: first_scaling(plan, session.start)}
         self.verdicts: dict[int, Verdict] = {}
+        self.session = session
         self.pending: list[tuple[int, Callable[[], tuple[bool, float]]]] = []
         """Statistics of this step's gradients, by parameter number, to be read at VALIDATE."""
         self.overflowed = -1
@@ -159,18 +198,35 @@ class Settlement:
         self.cpu_seconds = 0.0
         flat = [p for row in store.table.layers for p in row]
         self.number = {(p.layer, p.name): n for n, p in enumerate(flat)}
+        self.counted = np.array([float(store.table.owns_state(p)) for p in flat])
+        """Per parameter number: 1 if it counts in the norm, 0 for a tied head."""
+        self.clipped: tuple[bool, ...] = ()
+        """Whether each of the last steps was clipped."""
         self.validate_op = next(i for i in program.of_rank(rank) if program.kind[i] == Kind.VALIDATE)
         self.buckets: dict[tuple[int, int], int] = {}
+        self.parameters: dict[tuple[int, int], list[Parameter]] = {}
+        """By (stage number, bucket): what is stepped there."""
         num_forward = len(program.layout.forward)
         for k, stage in enumerate(program.layout.backward):
             if stage.rank == rank:
                 for b, layers in enumerate(program.buckets[num_forward + k]):
-                    if masters.layers[layers.start].state[0].device.type != "cpu":
-                        continue
-                    parameters = [self._native_parameter(p, masters) for p in masters.parameters if p.layer in layers]
-                    self.buckets[num_forward + k, b] = self.optimizer.add_bucket(parameters)
+                    key, owned = (num_forward + k, b), [p for p in masters.parameters if p.layer in layers]
+                    self.parameters[key] = owned
+                    if masters.layers[layers.start].state[0].device.type == "cpu":
+                        native = [self._native_parameter(p, masters) for p in owned]
+                        self.buckets[key] = self.optimizer.add_bucket(native)
         self.speculative = program.options.optimizer == "async"
         self.optimizer.prepare(speculative=self.speculative)
+        tied = store.table.tied
+        self.tied_gradient = -1
+        """Where this rank steps a tied embedding: the op that brings the head's gradient."""
+        if tied and tied[0] in masters.parameters:
+            self.tied_gradient = next(
+                i
+                for i in range(len(program))
+                if program.kind[i] == Kind.OFFLOAD_GRAD
+                and tied[1].layer in program.buckets[program.stage[i]][program.index[i]]
+            )
 
     @property
     def rollback_kind(self) -> str:
@@ -197,29 +253,51 @@ class Settlement:
             weight=weight.data_ptr(),
             weight_dtype=self.plan.precision,
             count=parameter.count,
-            weight_decay=self.plan.optimizer.weight_decay,
+            weight_decay=self.plan.optimizer.weight_decay_of(parameter.shape),
         )
 
     def validate(self, step: int) -> None:
-        """Agree with all ranks on whether any gradient of the step is non-finite; set the next step's scaling.
+        """Agree with all ranks on the gradients' finiteness and norm, and on stopping; set the next step's scaling.
 
         Statistics alternate between two places: nobody writes a step's place again before every rank has been through
         the VALIDATE of the step after it.
         """
-        place = self.store.statistics[step % 2]
+        place, max_norm = self.store.statistics[step % 2], self.plan.optimizer.max_norm
         for number, ask in self.pending:
             nonfinite, sum_of_squares = ask()
             place[number] = float(nonfinite), sum_of_squares
             if nonfinite:
                 self.overflowed = step
         self.pending.clear()
+        if self.tied_gradient >= 0 and max_norm is not None:
+            self._tied_statistics(step)
+        self.store.stops[step % 2, self.rank] = self.session.stop_asked()
         self.meet("validate", step)
         overflow = bool(place[:, 0].any())
-        norm = math.nan
-        if self.store.table.tied is None and not overflow:
-            norm = math.sqrt(math.fsum(place[:, 1])) / self.scaling[step].loss_scale
-        self.verdicts[step] = Verdict(overflow, norm)
+        norm, clipping = math.nan, 1.0
+        if not overflow:
+            if self.store.table.tied is None or max_norm is not None:
+                norm = math.sqrt(math.fsum(place[:, 1] * self.counted)) / self.scaling[step].loss_scale
+            if max_norm is not None and norm > max_norm:
+                clipping = max_norm / norm
+        self.verdicts[step] = Verdict(overflow, norm, clipping)
+        self.clipped = (*self.clipped, clipping != 1.0)[-CLIPPED_WINDOW:]
         self.scaling[step + 1] = next_scaling(self.plan, self.scaling[step], overflow)
+        self.session.validated(step, bool(self.store.stops[step % 2].any()), self.scaling[step + 1], self.parameters)
+
+    def _tied_statistics(self, step: int) -> None:
+        """The norm counts a tied weight once, with the sum of both gradients; the head's own place is left out."""
+        assert self.store.table.tied is not None
+        low, high = self.store.table.tied
+        self.store.flags.wait(self.tied_gradient, step + 1, math.inf, self.store.layout.abort)
+        nonfinite, sum_of_squares = _native.gradient_statistics(
+            self.pool,
+            self.store.gradients[low.first :].data_ptr(),
+            self.plan.gradient_dtype,
+            low.count,
+            gradient2=self.store.gradients[high.first :].data_ptr(),
+        )
+        self.store.statistics[step % 2][self.number[low.layer, low.name]] = float(nonfinite), sum_of_squares
 
     def meet(self, name: str, step: int) -> None:
         """Wait until every rank is here, in this step."""
@@ -243,37 +321,43 @@ class Settlement:
 
     def step(self, stage: int, bucket: int, step: int) -> str:
         """Step a bucket; returns what came of it: ``bypass`` if the step is known to be undone."""
+        self.session.wait_written((stage, bucket))
+        if 2 * sum(self.clipped) > len(self.clipped):
+            self.store.flags.wait(self.validate_op, step + 1, math.inf, self.store.layout.abort)
         known = self.store.flags.get(self.validate_op) > step
         if self.verdicts[step].overflow if known else self._knows_overflow(stage, bucket, step):
             return "bypass"
-        scaling, layers = self.scaling[step], self.program.buckets[stage][bucket]
-        if (stage, bucket) not in self.buckets:
-            self._step_on_device(layers, scaling)
-            return ""
-        number = self.buckets[stage, bucket]
+        clipping = self.verdicts[step].clipping if known else 1.0
+        if (stage, bucket) in self.buckets:
+            self._perform(self.buckets[stage, bucket], step, clipping, speculative=not known)
+        else:
+            self._step_on_device(self.program.buckets[stage][bucket], self.scaling[step], clipping)
+        return ""
+
+    def _perform(self, number: int, step: int, clipping: float, *, speculative: bool) -> None:
+        scaling = self.scaling[step]
         self.optimizer.submit(
             number,
             step=scaling.num_updates + 1,
-            learning_rate=self.plan.optimizer.learning_rate,
-            gradient_scale=1.0 / scaling.loss_scale,
-            speculative=not known,
+            learning_rate=self.plan.optimizer.learning_rate_of(scaling.num_updates),
+            gradient_scale=clipping / scaling.loss_scale,
+            speculative=speculative,
         )
         self.cpu_seconds = self.optimizer.join(number).cpu_seconds
-        return ""
 
-    def _step_on_device(self, layers: range, scaling: Scaling) -> None:
+    def _step_on_device(self, layers: range, scaling: Scaling, clipping: float) -> None:
         """Step layers that the device holds, in the order of the lane's stream; the verdict was good."""
         adam = self.plan.optimizer
-        scalars = AdamScalars.of(
-            step=scaling.num_updates + 1,
-            learning_rate=adam.learning_rate,
-            beta1=adam.beta1,
-            beta2=adam.beta2,
-            epsilon=adam.epsilon,
-            weight_decay=adam.weight_decay,
-            gradient_scale=1.0 / scaling.loss_scale,
-        )
         for parameter in self.store.table.of(layers):
+            scalars = AdamScalars.of(
+                step=scaling.num_updates + 1,
+                learning_rate=adam.learning_rate_of(scaling.num_updates),
+                beta1=adam.beta1,
+                beta2=adam.beta2,
+                epsilon=adam.epsilon,
+                weight_decay=adam.weight_decay_of(parameter.shape),
+                gradient_scale=clipping / scaling.loss_scale,
+            )
             layer = self.masters.layers[parameter.layer]
             assert layer.gradient is not None
             assert layer.weight is not None
@@ -282,15 +366,20 @@ class Settlement:
             adamw_step_on_device(gradient, master, m, v, weight, scalars)
 
     def commit(self, stage: int, bucket: int, step: int) -> str:
-        """Accept or undo a bucket's step; returns ``rollback`` if it was undone."""
-        number = self.buckets.get((stage, bucket), -1)
+        """Accept or undo a bucket's step; returns ``rollback`` if it was undone, ``redo`` if it was done again."""
+        number, verdict = self.buckets.get((stage, bucket), -1), self.verdicts[step]
         note = ""
         if number >= 0 and self.optimizer.state(number) == "stepped":
-            if self.verdicts[step].overflow:
+            if verdict.overflow:
                 self.optimizer.rollback(number)
                 note = "rollback"
+            elif verdict.clipping != 1.0:
+                self.optimizer.rollback(number)
+                self._perform(number, step, verdict.clipping, speculative=False)
+                note = "redo"
             else:
                 self.optimizer.commit(number)
+        self.session.committed((stage, bucket), step)
         if self.hooks.poison:
             self._poison_gradients(stage, bucket)
         return note

@@ -28,7 +28,9 @@ ALIGN_ELEMENTS = 32
 """Elements between aligned positions: 64 bytes of the smallest type."""
 ERROR_BYTES = 4096
 MAILBOX_SLOTS = 2
-NOTES = ("", "rollback", "bypass")
+ARRIVALS = ("validate", "barrier", "phase", "saved", "settled", "evaluated")
+"""What ranks wait for each other for, apart from ops."""
+NOTES = ("", "rollback", "bypass", "redo")
 """What came of an op, as it stands in a trace; its position is the code in the store."""
 
 
@@ -100,7 +102,7 @@ def aligned_elements(count: int) -> int:
 class StoreLayout:
     """Spans and flag numbers of one job on one host."""
 
-    def __init__(self, plan: Plan, steps: int, trace_steps: int) -> None:
+    def __init__(self, plan: Plan, steps: int, trace_steps: int, evaluations: tuple[int, int] = (0, 0)) -> None:
         program, self.table = plan.program(), ParameterTable(plan.model)
         num_ops, num_ranks = len(program), plan.layout.num_ranks
         self.steps, self.trace_steps, self.num_ops, self.num_ranks = steps, trace_steps, num_ops, num_ranks
@@ -114,6 +116,9 @@ class StoreLayout:
         self.errors = region.add(ERROR_BYTES * num_ranks)
         self.statistics = region.add(8 * 2 * 2 * sum(map(len, self.table.layers)))
         self.losses = region.add(8 * steps)
+        self.stops = region.add(8 * 2 * num_ranks)
+        self.evaluations_shape = evaluations
+        self.evaluations = region.add(8 * evaluations[0] * evaluations[1])
         self.step_ends = region.add(8 * (steps + 1) * num_ranks)
         self.peaks = region.add(8 * 3 * num_ranks)
         self.times = region.add(8 * 4 * trace_steps * num_ops)
@@ -138,8 +143,8 @@ class StoreLayout:
         """Flags: one per op, then abort, then per rank its arrivals, then two per mailbox."""
         self.abort = self.num_ops
         first = self.num_ops + 1
-        self.arrivals = {name: first + n * self.num_ranks for n, name in enumerate(("validate", "barrier", "phase"))}
-        first += 3 * self.num_ranks
+        self.arrivals = {name: first + n * self.num_ranks for n, name in enumerate(ARRIVALS)}
+        first += len(ARRIVALS) * self.num_ranks
         directions = sorted(
             {
                 (program.lane[i], program.rank[i])
@@ -178,6 +183,10 @@ class Store:
         self.statistics = self._doubles(layout.statistics, (2, -1, 2))
         """Per parity of the step and parameter: whether its gradient is non-finite, sum of squares."""
         self.losses = self._doubles(layout.losses, (-1,))
+        self.evaluations = self._doubles(layout.evaluations, layout.evaluations_shape)
+        """Per evaluation and batch of validation text: its loss."""
+        self.stops = self._doubles(layout.stops, (2, layout.num_ranks))
+        """Per parity of the step and rank: whether it was asked to stop."""
         self.step_ends = self._doubles(layout.step_ends, (layout.steps + 1, layout.num_ranks))
         """End of each step's VALIDATE per rank, seconds of the monotonic clock; row 0: start of the job."""
         self.peaks = self._doubles(layout.peaks, (layout.num_ranks, 3))

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 
 from spipe.errors import SpipeError
 from spipe.plan import Plan
+from spipe.runtime.checkpoint import FOLDER, MODEL_FOLDER, find_checkpoint, find_checkpoints
+from spipe.runtime.data import TOKENS_FILE, tokenize
 from spipe.runtime.hooks import NO_HOOKS, TestHooks
+from spipe.runtime.huggingface import CONFIG, EXTRAS, copy_extras
 from spipe.runtime.job import RUN_FILES, Job
 from spipe.runtime.launch import RankProcesses
 
@@ -64,6 +68,14 @@ def run(
     steps: int,
     output: str | Path,
     data: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    token_bytes: int | None = None,
+    validation_fraction: float = 0.0,
+    evaluate_every: int | None = None,
+    checkpoint_every: int | None = None,
+    keep: int | None = None,
+    resume: str | Path | None = None,
+    model_folder: str | Path | None = None,
     transport: str = "auto",
     timeout_s: float = 600.0,
     trace_steps: int = 25,
@@ -72,16 +84,28 @@ def run(
     overwrite: bool = False,
     dump_state: str | Path | None = None,
     ranks: RankProcesses | None = None,
+    files: Mapping[str, str] | None = None,
     hooks: TestHooks = NO_HOOKS,
 ) -> RunResult:
     """Train a plan for some steps: one process per rank, on this host.
 
     Args:
         plan: ``plan.hardware.device`` says on what.
-        steps: training steps.
-        output: a new directory (or one that holds no run).
+        steps: training steps, those before the checkpoint that the run goes on from included.
+        output: a new directory (or one that holds no run, or the one whose checkpoint ``resume`` is).
         overwrite: replace a run that is there, once everything else was found to be right.
-        data: text file or folder of text files; None for the text of Python's documentation topics.
+        data: token file (``.bin``, ``.npy``), text file or folder of text files; None for the text of Python's
+            documentation topics.
+        tokenizer: a Hugging Face ``tokenizer.json``, or its folder, for text; None: a token is a byte.
+        token_bytes: bytes of a token in a ``.bin`` file, 2 or 4; None: 2 if the vocabulary fits.
+        validation_fraction: part of the data, at its end, that is for evaluation only.
+        evaluate_every: steps between evaluations; None: none.
+        checkpoint_every: steps between checkpoints, in ``checkpoints`` of the run directory; None: none. With it the
+            last step is saved, too, and SIGTERM, SIGINT or SIGUSR1 end the run early with a checkpoint.
+        keep: how many of the newest checkpoints are kept; None: all.
+        resume: a checkpoint, or a run directory whose newest one is taken; ``auto``: the newest of ``output``, if any.
+            Ranks, cuts, schedule and device may differ from those that wrote it.
+        model_folder: a Hugging Face model folder to start from, unless from a checkpoint; None: random weights.
         transport: ``host``, ``gloo`` (CPU), ``nccl`` (CUDA), or ``auto``.
         timeout_s: give up if no op of any rank completes for so long.
         trace_steps: how many of the last steps go into ``trace.json``.
@@ -89,6 +113,7 @@ def run(
         host_memory_bytes: memory of this host, where it shows less than it has.
         dump_state: also save weights, masters and moments by parameter to this file (``torch.load`` reads it).
         ranks: processes to use again; None to start new ones.
+        files: further text files for the run directory, by name.
 
     Raises:
         SpipeError: before anything is started, if what was given cannot work.
@@ -98,20 +123,62 @@ def run(
         plan=plan,
         steps=steps,
         output=Path(output),
-        data=None if data is None else Path(data),
+        data=_path(data),
+        tokenizer=_path(tokenizer),
+        token_bytes=token_bytes,
+        validation_fraction=validation_fraction,
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        resume=resolve_resume(resume, Path(output)),
+        model_folder=_path(model_folder),
         transport=transport,
         timeout_s=timeout_s,
         trace_steps=trace_steps,
         host_memory_bytes=host_memory_bytes,
         overwrite=overwrite,
-        dump_state=None if dump_state is None else Path(dump_state),
+        dump_state=_path(dump_state),
         hooks=hooks,
     )
-    job.check()
-    claim(job)
+    prepare(job)
+    for name, text in (files or {}).items():
+        (job.output / name).write_text(text)
     with _processes(ranks, job.num_ranks) as processes:
         processes.run(job, log or (lambda row: None))
     return RunResult.load(job.output)
+
+
+def _path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+def resolve_resume(resume: str | Path | None, output: Path) -> Path | None:
+    """The checkpoint folder that ``resume`` means; None to start anew. Raises SpipeError if there is none."""
+    if resume is None:
+        return None
+    if str(resume) == "auto":
+        found = find_checkpoints(output)
+        return found[-1] if found else None
+    return find_checkpoint(Path(resume))
+
+
+def prepare(job: Job) -> None:
+    """Check everything, turn text into tokens where a tokenizer is given, and take the run directory."""
+    job.check()
+    if job.tokenizer is None:
+        claim(job)
+        return
+    part = job.output / f".{TOKENS_FILE}"
+    try:
+        job.output.mkdir(parents=True, exist_ok=True)
+        tokenize(job.data, job.tokenizer, part, job.token_width)
+        job.check_data(part)
+        claim(job)
+        os.replace(part, job.tokens_file)
+    except OSError as error:
+        raise SpipeError(f"{job.output}: cannot write the run there ({error.strerror})") from None
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def claim(job: Job) -> None:
@@ -119,9 +186,26 @@ def claim(job: Job) -> None:
     text = job.plan.text()
     try:
         job.output.mkdir(parents=True, exist_ok=True)
-        if job.overwrite:
+        if job.continues_run:
+            for name in RUN_FILES:
+                if name != "metrics.jsonl":
+                    (job.output / name).unlink(missing_ok=True)
+        elif job.overwrite:
             for name in RUN_FILES:
                 (job.output / name).unlink(missing_ok=True)
+            for name in (FOLDER, MODEL_FOLDER):
+                if (job.output / name).is_dir():
+                    shutil.rmtree(job.output / name)
+        source = job.resume or job.model_folder
+        if source is not None and not job.continues_run:
+            (job.output / MODEL_FOLDER).mkdir(exist_ok=True)
+            copy_extras(source, job.output / MODEL_FOLDER, (CONFIG, *EXTRAS))
+        if job.tokenizer is not None:
+            (job.output / MODEL_FOLDER).mkdir(exist_ok=True)
+            folder = job.tokenizer if job.tokenizer.is_dir() else job.tokenizer.parent
+            copy_extras(folder, job.output / MODEL_FOLDER, ("tokenizer_config.json", "special_tokens_map.json"))
+            source = job.tokenizer / "tokenizer.json" if job.tokenizer.is_dir() else job.tokenizer
+            shutil.copyfile(source, job.output / MODEL_FOLDER / "tokenizer.json")
         descriptor = os.open(job.output / "plan.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
         raise SpipeError(f"{job.output} already holds a run (plan.json); give another directory or remove it") from None

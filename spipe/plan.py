@@ -6,6 +6,7 @@ predicted metrics. The same inputs give the same bytes. ``Plan.program()`` is th
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -81,6 +82,50 @@ class AdamW(Spec):
     beta2: Beta = 0.95
     epsilon: Positive = 1e-8
     weight_decay: NonNegative = 0.0
+    """On matrices; norms and biases do not decay."""
+    max_norm: Positive | None = None
+    """Gradients whose global norm is larger are scaled down to it; None: never."""
+    learning_rate_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """After the warm-up: as it is; falling to ``minimum_learning_rate`` over the rest; or, ``wsd`` (warm-up, stable,
+    decay), falling linearly over the last ``decay_steps``."""
+    warmup_steps: Annotated[int, Field(strict=True, ge=0)] = 0
+    """Updates over which the learning rate rises linearly; the first one already has a share of it."""
+    total_steps: PositiveInt | None = None
+    """Updates until a falling learning rate is at its minimum, warm-up included."""
+    decay_steps: PositiveInt | None = None
+    """For ``wsd``; None: a tenth of ``total_steps``."""
+    minimum_learning_rate: NonNegative = 0.0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.learning_rate_schedule == "constant":
+            return self
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            raise ValueError(f"total_steps = {self.total_steps} should be above warmup_steps = {self.warmup_steps}")
+        if self.minimum_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"minimum_learning_rate = {self.minimum_learning_rate} should be at most the learning rate, "
+                f"{self.learning_rate}"
+            )
+        return self
+
+    def learning_rate_of(self, update: int) -> float:
+        """Learning rate of an update, counted from 0; steps that were skipped do not count."""
+        if update < self.warmup_steps:
+            return self.learning_rate * (update + 1) / self.warmup_steps
+        kind, total = self.learning_rate_schedule, self.total_steps
+        if kind == "constant" or total is None:
+            return self.learning_rate
+        first = self.warmup_steps
+        if kind == "wsd":
+            first = max(first, total - (self.decay_steps or max(1, total // 10)))
+        done = min(max((update - first) / (total - first), 0.0), 1.0)
+        left = (1 + math.cos(math.pi * done)) / 2 if kind == "cosine" else 1 - done
+        return self.minimum_learning_rate + (self.learning_rate - self.minimum_learning_rate) * left
+
+    def weight_decay_of(self, shape: Sequence[int]) -> float:
+        """Weight decay of a parameter of this shape."""
+        return self.weight_decay if len(shape) > 1 else 0.0
 
 
 class LossScale(Spec):

@@ -5,6 +5,7 @@ has its own gradient, accumulated in the gradient dtype; the two uses of a tied 
 first.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import torch
 
 from spipe.plan import Plan
 from spipe.runtime import layers
-from spipe.runtime.adam_reference import adamw_step_tensors
-from spipe.runtime.data import Corpus
+from spipe.runtime.adam_reference import adamw_step_tensors, as_array, sum_of_squares
+from spipe.runtime.data import Corpus, Feed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -26,6 +27,8 @@ class Reference:
     data: Path | None = None
     losses: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    clipped: list[int] = field(default_factory=list)
     overflow: tuple[tuple[int, int], ...] = ()
     """(step, layer): make the first gradient element of the layer infinite."""
     device: str = "cpu"
@@ -34,7 +37,7 @@ class Reference:
     def __post_init__(self) -> None:
         plan, model = self.plan, self.plan.model
         self.dtype, self.gradient_dtype = DTYPES[plan.precision], DTYPES[plan.gradient_dtype]
-        self.corpus = Corpus.load(self.data)
+        self.feed = Feed(plan, Corpus.load(self.data))
         self.kinds = [model.layer_kind(i) for i in range(model.num_total_layers)]
         tied = model.tied_parameters()
         self.alias = {tied[1]: tied[0]} if tied else {}
@@ -81,7 +84,7 @@ class Reference:
         }
         losses = []
         for m in range(plan.num_microbatches):
-            tokens = torch.from_numpy(self.corpus.batch(plan.seed, step, m, plan.microbatch_size, plan.sequence))
+            tokens = torch.from_numpy(self.feed.batch(step, m))
             loss = self.loss(uses, tokens.to(self.device))
             loss.backward(torch.tensor(self.scale / plan.num_microbatches, device=self.device))
             losses.append(float(loss.detach()))
@@ -107,6 +110,7 @@ class Reference:
             return
         self.updates += 1
         second_use = {owner: totals[use] for use, owner in self.alias.items()}
+        clipping = self.clipping(totals, second_use)
         for key, master in self.masters.items():
             adamw_step_tensors(
                 totals[key],
@@ -116,16 +120,34 @@ class Reference:
                 self.weights[key],
                 gradient2=second_use.get(key),
                 step=self.updates,
-                learning_rate=adam.learning_rate,
+                learning_rate=adam.learning_rate_of(self.updates - 1),
                 beta1=adam.beta1,
                 beta2=adam.beta2,
                 epsilon=adam.epsilon,
-                weight_decay=adam.weight_decay,
-                gradient_scale=1.0 / self.scale,
+                weight_decay=adam.weight_decay if master.dim() > 1 else 0.0,
+                gradient_scale=clipping / self.scale,
             )
         self.good_steps += 1
         if self.plan.precision == "fp16" and self.good_steps >= self.plan.loss_scale.window:
             self.scale, self.good_steps = self.scale * 2, 0
+
+    def clipping(
+        self, totals: dict[tuple[int, str], torch.Tensor], second_use: dict[tuple[int, str], torch.Tensor]
+    ) -> float:
+        """What this step's gradients are multiplied by; a tied weight counts once, with the sum of its gradients."""
+        max_norm = self.plan.optimizer.max_norm
+        if max_norm is None:
+            return 1.0
+        squares = [
+            sum_of_squares(as_array(totals[key]), as_array(second_use[key]) if key in second_use else None)
+            for key in self.masters
+        ]
+        norm = math.sqrt(math.fsum(squares)) / self.scale
+        self.norms.append(norm)
+        if norm <= max_norm:
+            return 1.0
+        self.clipped.append(len(self.losses) - 1)
+        return max_norm / norm
 
     @property
     def state(self) -> dict[str, torch.Tensor]:

@@ -178,10 +178,11 @@ def step_log(
         nonlocal last_s
         if "message" in row:
             say(row["message"])
-        elif time.monotonic() - last_s >= every_s or row["step"] == steps - 1:
+        elif time.monotonic() - last_s >= every_s or row["step"] == steps - 1 or "validation_loss" in row:
             last_s = time.monotonic()
             loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
-            say(f"step {row['step'] + 1} of {steps}: loss {loss}, {row['step_s']:.4g} s")
+            also = "" if row.get("validation_loss") is None else f", validation loss {row['validation_loss']:.4f}"
+            say(f"step {row['step'] + 1} of {steps}: loss {loss}{also}, {row['step_s']:.4g} s")
 
     return log
 

@@ -1,0 +1,74 @@
+"""Training configuration: ``train.toml``, whose keys are the names of ``spipe run``'s options."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import Field
+
+from spipe.errors import SpipeError
+from spipe.plan import AdamW, Plan
+from spipe.units import NonNegative, Positive, Spec, read_table
+
+Count = Annotated[int, Field(strict=True, ge=1)]
+CONFIG_FILE = "train.toml"
+_OPTIMIZER = tuple(AdamW.model_fields)
+
+
+class TrainConfig(Spec):
+    """What a run is given besides its plan. What is None is left to the plan, or to the default that it names."""
+
+    plan: str
+    """``plan.json``, or a folder that holds one."""
+    steps: Count
+    """Training steps, those before a checkpoint included."""
+    output: str
+    """Run folder."""
+    data: str | None = None
+    tokenizer: str | None = None
+    token_bytes: Literal[2, 4] | None = None
+    validation_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
+    evaluate_every: Count | None = None
+    checkpoint_every: Count | None = None
+    keep: Count | None = None
+    resume: str | None = None
+    model_folder: str | None = None
+    device: Literal["cpu", "cuda"] | None = None
+    transport: str = "auto"
+    trace_steps: Count = 25
+    host_memory_gib: Positive | None = None
+    tensorboard: bool = False
+    learning_rate: NonNegative | None = None
+    beta1: NonNegative | None = None
+    beta2: NonNegative | None = None
+    epsilon: Positive | None = None
+    weight_decay: NonNegative | None = None
+    max_norm: Positive | None = None
+    learning_rate_schedule: Literal["constant", "linear", "cosine", "wsd"] | None = None
+    warmup_steps: Annotated[int, Field(strict=True, ge=0)] | None = None
+    total_steps: Count | None = None
+    decay_steps: Count | None = None
+    minimum_learning_rate: NonNegative | None = None
+
+    @classmethod
+    def load(cls, file: Path | None, options: Mapping[str, Any]) -> "TrainConfig":
+        """The file's values, and on top of them the options that are not None. Raises SpipeError."""
+        table = {} if file is None else read_table(file)
+        given = {key: value for key, value in options.items() if value is not None}
+        config = {**table, **given}
+        missing = [name for name in ("plan", "steps", "output") if name not in config]
+        if missing:
+            where = "on the command line" if file is None else f"in {file} or on the command line"
+            words = {"plan": "PLAN", "steps": "--steps", "output": "--output"}
+            raise SpipeError(f"{', '.join(words[name] for name in missing)} is missing; give it {where}")
+        return cls.from_table(config, "options" if file is None else f"{file} and options")
+
+    def text(self) -> str:
+        """The file that says the same."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+    def apply(self, plan: Plan) -> Plan:
+        """The plan with this configuration's optimizer. Raises SpipeError for values that do not go together."""
+        changes = {name: value for name in _OPTIMIZER if (value := getattr(self, name)) is not None}
+        return plan.replace(optimizer=plan.optimizer.replace(**changes)) if changes else plan

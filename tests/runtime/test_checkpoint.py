@@ -1,0 +1,244 @@
+"""Checkpoints: 10 steps are 5 + 5, to the bit, on any ranks; nothing that goes wrong loses the last good one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import Reference, differences
+from safetensors import safe_open
+
+from spipe.errors import SpipeError
+from spipe.layout import Layout, Stage
+from spipe.plan import Plan
+from spipe.runtime import RunFailedError, RunResult, run
+from spipe.runtime.checkpoint import Checkpoint, find_checkpoints
+from spipe.runtime.hooks import TestHooks
+from spipe.runtime.huggingface import parameter_name
+
+RunPlan = Callable[..., RunResult]
+SmallPlan = Callable[..., Plan]
+
+UNEVEN = Layout(8, 4, (Stage(0, 5, 0), Stage(5, 6, 1)), (Stage(0, 1, 3), Stage(1, 6, 0), Stage(6, 8, 0)))
+SCHEDULE = {"learning_rate_schedule": "cosine", "warmup_steps": 3, "total_steps": 10, "weight_decay": 0.1}
+CHAINS: list[list[dict[str, Any]]] = [
+    # 1 -> 2 -> 4 ranks; other cuts, other schedules, other options
+    [{"num_ranks": 1, "backward": 1}, {"num_ranks": 2, "backward": 3}, {"num_ranks": 4, "layout": UNEVEN}],
+    [
+        {"num_ranks": 4},
+        {"num_ranks": 2, "schedule": "1f1b", "forward": 2},
+        {"num_ranks": 1, "schedule": "mobius", "forward": 2},
+    ],
+    [
+        {"num_ranks": 2, "options": {"device_layers": 3}},
+        {"num_ranks": 2, "schedule": "gpipe", "backward": 1, "options": {"optimizer": "sync", "bucket_layers": 0}},
+        {"num_ranks": 2, "options": {"device_layers": 6}},
+    ],
+]
+
+
+def state_of(result: RunResult) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(result.output / "state.pt")
+    return state
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=["grow", "shrink", "held"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_ten_steps_are_four_and_three_and_three(
+    run_plan: RunPlan, small_plan: SmallPlan, tmp_path: Path, chain: list[dict[str, Any]], tied: bool
+) -> None:
+    plans = [small_plan(microbatches=4, tied=tied, optimizer=SCHEDULE, **fields) for fields in chain]
+    reference = Reference(plans[0]).run(10)
+    losses: list[float | None] = []
+    resume = None
+    for number, (plan, steps) in enumerate(zip(plans, (4, 7, 10), strict=True)):
+        output = tmp_path / f"part{number}"
+        result = run_plan(plan, steps, output=output, checkpoint_every=100, resume=resume)
+        assert result.summary["first_step"] == (0, 4, 7)[number]
+        losses += result.losses
+        resume = output
+    assert losses == reference.losses
+    assert differences(state_of(result), reference.state) == []
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_scalers_and_rounded_weights_go_on(
+    run_plan: RunPlan, small_plan: SmallPlan, tmp_path: Path, precision: str
+) -> None:
+    """The loss scale doubles and halves on both sides of the cut: a window of 2, an overflow in steps 2 and 6."""
+    scale = {"initial": 1024.0, "window": 2}
+    plan = small_plan(2, precision=precision, loss_scale=scale)
+    layers = tuple((step, plan.layout.backward[1].first) for step in (2, 6))
+    reference = Reference(plan, overflow=layers).run(10)
+    first = run_plan(plan, 5, output=tmp_path / "a", checkpoint_every=5, hooks=TestHooks(overflow=((2, 1),)))
+    assert first.skipped_steps == [2]
+    second = run_plan(plan, 10, output=tmp_path / "b", resume=first.output, hooks=TestHooks(overflow=((1, 1),)))
+    assert second.skipped_steps == [6]
+    assert first.losses + second.losses == reference.losses
+    assert second.summary["loss_scale"] == reference.scale
+    assert second.summary["num_updates"] == reference.updates == 8
+    assert differences(state_of(second), reference.state) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_layers": 2, "optimizer_workers": 2}], ids=str)
+def test_a_checkpoint_made_in_flight_is_the_state_of_its_step(
+    run_plan: RunPlan, small_plan: SmallPlan, options: dict[str, Any]
+) -> None:
+    """Every step is saved while lanes run late at random; each checkpoint has the bits of a plain loop's step."""
+    plan = small_plan(2, backward=3, microbatches=3, tied=True, precision="bf16", options=options)
+    hooks = TestHooks(delay_s=0.01, poison=True)
+    result = run_plan(plan, 6, checkpoint_every=1, hooks=hooks)
+    folders = find_checkpoints(result.output)
+    assert [folder.name for folder in folders] == [f"step-{step:08d}" for step in range(1, 7)]
+    reference = Reference(plan)
+    for folder in folders:
+        reference.step()
+        files = Checkpoint.load(folder).files()
+        for kind, values in (
+            ("master", reference.masters),
+            ("first_moment", reference.first),
+            ("second_moment", reference.second),
+        ):
+            for (layer, name), expected in values.items():
+                key = f"{kind}.{parameter_name(plan.model, layer, name)}"
+                found = torch.empty(expected.shape)
+                files[key].read_into(key, found)
+                assert torch.equal(found, expected), (folder, key)
+
+
+def test_what_a_checkpoint_holds(run_plan: RunPlan, small_plan: SmallPlan) -> None:
+    plan = small_plan(2, precision="bf16")
+    result = run_plan(plan, 3, checkpoint_every=2, keep=1)
+    (folder,) = find_checkpoints(result.output)
+    assert folder.name == "step-00000003"  # the last step is saved, too, and one is kept
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "optimizer-00001-of-00002.safetensors",
+        "optimizer-00002-of-00002.safetensors",
+        "state.json",
+    ]
+    state = json.loads((folder / "state.json").read_text())
+    assert (state["step"], state["num_updates"], state["sequences"]) == (3, 3, 3 * plan.global_batch)
+    assert (state["seed"], state["plan"], state["data"]) == (plan.seed, plan.digest(), "pydoc_data.topics")
+    final = state_of(result)
+    seen = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:  # the library reads what we write
+            for key in tensors.keys():  # noqa: SIM118
+                kind, _, name = key.partition(".") if file.name.startswith("optimizer") else ("weight", "", key)
+                layer = {"model.embed_tokens": 0, "model.norm": 7, "lm_head": 7}.get(name.rsplit(".", 1)[0])
+                if layer is None:
+                    number, short = name.removeprefix("model.layers.").split(".", 1)
+                    label = f"{int(number) + 1}.{short}"
+                else:
+                    label = f"{layer}.{name.removeprefix('model.embed_tokens.').removeprefix('model.')}"
+                assert torch.equal(tensors.get_tensor(key), final[f"{kind}.{label}"])
+                seen.add(f"{kind}.{label}")
+    assert seen == final.keys()
+
+
+def test_killed_while_saving_the_checkpoint_before_is_whole(
+    small_plan: SmallPlan, run_plan: RunPlan, tmp_path: Path
+) -> None:
+    plan, output = small_plan(2), tmp_path / "run"
+    hooks = TestHooks(kill_in_checkpoint=(1, 4))
+    with pytest.raises(RunFailedError, match="SIGKILL"):
+        run(plan, steps=10, output=output, checkpoint_every=2, timeout_s=30.0, hooks=hooks)
+    assert (output / "checkpoints" / ".step-00000004").is_dir()  # torn, and under another name
+    assert [folder.name for folder in find_checkpoints(output)] == ["step-00000002"]
+    result = run_plan(plan, 10, output=output, resume="auto", checkpoint_every=2)
+    assert result.summary["first_step"] == 2
+    assert not list((output / "checkpoints").glob(".step-*"))
+    reference = Reference(plan).run(10)
+    assert differences(state_of(result), reference.state) == []
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(10))
+    assert [row["loss"] for row in rows] == reference.losses
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_saves_and_ends(small_plan: SmallPlan, run_plan: RunPlan, tmp_path: Path, number: int) -> None:
+    plan, output = small_plan(2), tmp_path / "run"
+    plan.save(tmp_path / "plan.json")
+    code = "import sys; from spipe.cli import main; main(sys.argv[1:])"
+    arguments = ["run", tmp_path / "plan.json", "--steps", "100000", "--checkpoint-every", "1000000", "-o", output]
+    process = subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+    while not (output / "metrics.jsonl").exists() or not (output / "metrics.jsonl").read_text().count("\n") > 2:
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert signal.Signals(number).name in errors
+    (folder,) = find_checkpoints(output)
+    done = Checkpoint.load(folder).position.step
+    assert json.loads((output / "result.json").read_text())["stopped"] is True
+    assert len((output / "metrics.jsonl").read_text().splitlines()) == done
+    result = run_plan(plan, done + 2, output=tmp_path / "more", resume=output)
+    assert differences(state_of(result), Reference(plan).run(done + 2).state) == []
+
+
+def test_a_launcher_may_signal_any_rank(small_plan: SmallPlan, tmp_path: Path) -> None:
+    """The ranks agree: one that is asked to stop stops all of them, after the same step."""
+    from spipe.runtime.__main__ import main
+
+    plan, output = small_plan(1, backward=1), tmp_path / "run"
+    plan.save(tmp_path / "plan.json")
+    timer = threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    assert main([str(tmp_path / "plan.json"), "--steps=100000", "-o", str(output), "--checkpoint-every=9000000"]) == 0
+    timer.cancel()
+    assert len(find_checkpoints(output)) == 1
+
+
+def test_a_full_disk_ends_the_run_with_the_reason(
+    small_plan: SmallPlan, run_plan: RunPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run_plan(small_plan(1, backward=1), 2, output=tmp_path / "run", checkpoint_every=2)
+    blocked = tmp_path / "run" / "checkpoints" / ".step-00000004"
+    blocked.write_text("in the way")
+    with pytest.raises(RunFailedError, match=r"checkpoint: .*\.step-00000004.*the checkpoints before it are whole"):
+        run_plan(small_plan(1, backward=1), 6, output=result.output, resume="auto", checkpoint_every=2)
+    assert [folder.name for folder in find_checkpoints(result.output)] == ["step-00000002"]
+
+
+def test_unfit_checkpoints_are_refused(run_plan: RunPlan, small_plan: SmallPlan, tmp_path: Path) -> None:
+    plan = small_plan(2)
+    result = run_plan(plan, 2, output=tmp_path / "run", checkpoint_every=2)
+    before = {path: path.read_bytes() for path in sorted(result.output.rglob("*")) if path.is_file()}
+
+    def refused(match: str, chosen: Plan = plan, resume: Any = result.output, **options: Any) -> None:
+        with pytest.raises(SpipeError, match=match):
+            run(chosen, output=tmp_path / "new", resume=resume, **{"steps": 5, **options})
+        assert not (tmp_path / "new").exists()
+
+    wider = plan.model.model_copy(update={"ffn_size": 96})
+    refused("another model than the plan's: ffn_size = 80 there, 96 in the plan", small_plan(2, model=wider))
+    refused("seed 0, the plan has 1", small_plan(2, seed=1))
+    refused("has 2 steps behind it, steps = 2 is the total", steps=2)
+    refused("no checkpoint and no run folder with one", resume=tmp_path)
+    refused("keep says how many", keep=2)
+    refused("checkpoint_every = 0 should be at least 1", checkpoint_every=0)
+    (folder,) = find_checkpoints(result.output)
+    file = folder / "optimizer-00001-of-00002.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    refused(r"optimizer-00001-of-00002.safetensors: not a whole safetensors file")
+    file.unlink()
+    refused(r"tensors are not as the model needs them: .*is missing.*; and \d+ more")
+    file.write_bytes(content)
+    (folder / "state.json").write_text("{")
+    refused("state.json: not the state of a checkpoint")
+    (folder / "state.json").write_bytes(before[folder / "state.json"])
+    assert before == {path: path.read_bytes() for path in sorted(result.output.rglob("*")) if path.is_file()}

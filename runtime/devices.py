@@ -295,7 +295,7 @@ class CudaDevice:
 
     def out_of_memory(self, plan: Plan, rank: int, error: BaseException) -> str:
         items = memory(plan).ranks[rank]
-        arena = "recompute and backward"
+        arena = "activations and temporaries"
         planned, in_use = sum(items.values()), int(cuda.memory_allocated(self.device))
         fixed = planned - items[arena]
         return (

@@ -141,6 +141,7 @@ class ChunkedLoss(torch.autograd.Function):
             logits = F.linear(x[rows], weight).float()
             log_sums[rows] = logits.logsumexp(dim=1)
             total += (log_sums[rows] - logits.gather(1, labels[rows, None])[:, 0]).sum()
+            del logits  # before the next ones are there
         ctx.save_for_backward(x, weight, labels, log_sums)
         ctx.chunk = chunk
         return total / len(x)
@@ -155,6 +156,7 @@ class ChunkedLoss(torch.autograd.Function):
             d = p.mul_(gradient / len(x)).to(weight.dtype)
             dx[rows] = d @ weight
             dweight.addmm_(d.T, x[rows])
+            del p, d
         return dx, dweight, None, None
 
 

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 """Every parameter starts at a multiple of this many bytes, in host memory and in the slots."""
 
+SNAPSHOT_BYTES, UNDO_LOG_BYTES = 12.0, 3.5
+"""Host memory for undoing a step, per parameter: a copy of master and moments, needed if a beta is 0, or a log."""
+WORKSPACE_BYTES = 32 << 20
+"""What a matrix library takes per thread that calls it; the compute lane is one, autograd's another."""
+
 Items = dict[str, int]
 
 
@@ -111,8 +116,11 @@ class _Account:
         self.weights = [layer_bytes(self.model, i, self.element_bytes) for i in range(len(kinds))]
         self.gradients = [layer_bytes(self.model, i, self.gradient_bytes) for i in range(len(kinds))]
         b, s = plan.microbatch_size, plan.sequence
+        some_beta_is_zero = 0 in (plan.optimizer.beta1, plan.optimizer.beta2)
+        self.undo_bytes = SNAPSHOT_BYTES if some_beta_is_zero else UNDO_LOG_BYTES
         self.boundary = aligned(self.model.boundary_bytes(b, s, self.element_bytes))
         self.saved = [self.model.layer_activation_bytes(kind, b, s, self.element_bytes) for kind in kinds]
+        self.in_backward = [self.model.layer_backward_bytes(kind, b, s, self.element_bytes) for kind in kinds]
         self.temporary = [self.model.layer_forward_activation_bytes(kind, b, s, self.element_bytes) for kind in kinds]
 
     def report(self) -> MemoryReport:
@@ -162,12 +170,10 @@ class _Account:
         inputs = [k for k, s in enumerate(layout.backward) if s.rank == rank and s.first > 0 and k >= kept]
         if program.options.stage_input_route == "host" and program.options.recompute != "never":
             num_inputs = self.load_slots(rank)
+        elif program.options.recompute != "never":
+            num_inputs = sum(layout.stage_input(k).rank != rank for k in inputs) * microbatches
         else:
             num_inputs = len(inputs) * microbatches
-        local = any(a.rank == b.rank == rank for a, b in zip(layout.forward, layout.forward[1:], strict=False))
-        local_gradients = any(
-            a.rank == b.rank == rank for a, b in zip(layout.backward, layout.backward[1:], strict=False)
-        )
         readers = [layout.forward[0]] if layout.forward else []
         readers += [layout.backward[0], layout.backward[-1]]
         held = [i for s in layout.backward if s.rank == rank for i in s.layers if program.is_held(i)]
@@ -181,11 +187,71 @@ class _Account:
             "stage inputs": num_inputs * boundary,
             "received messages": sum(rings.values()) * boundary,
             "unsent messages": sum(sends.values()) * boundary,
-            "local activations": (microbatches + 1) * boundary * (local + local_gradients),
-            "saved by forwards": self.saved_by_forwards(rank),
-            "recompute and backward": self.arena(rank),
+            **self.activation_items(rank),
             "tokens": tokens * 2 * aligned(8 * self.plan.microbatch_size * self.plan.sequence),
         }
+
+    def activation_items(self, rank: int) -> Items:
+        """What compute ops allocate and drop, at its peak."""
+        layout, on_gpu = self.program.layout, self.plan.hardware.device == "cuda"
+        workspaces = {"workspaces of libraries": 2 * WORKSPACE_BYTES} if on_gpu else {}
+        if self.program.options.recompute != "never":
+            return {"activations and temporaries": self.working_set(rank), **workspaces}
+        pairs = (zip(stages, stages[1:], strict=False) for stages in (layout.forward, layout.backward))
+        local = sum(any(a.rank == b.rank == rank for a, b in stages) for stages in pairs)
+        return {
+            "local activations": (self.program.num_microbatches + 1) * self.boundary * local,
+            "saved by forwards": self.saved_by_forwards(rank),
+            "activations and temporaries": self.arena(rank),
+            **workspaces,
+        }
+
+    def working_set(self, rank: int) -> int:
+        """The most that a rank's compute ops have in use at a time: what lives from one to another, and their own.
+
+        Boundaries live from the FORWARD that makes them to the FORWARD of the next stage and, as stage inputs, to the
+        end of the BACKWARD that starts from them; gradients from one BACKWARD to the next. All of that only where maker
+        and reader are this rank; what comes from elsewhere has a place of its own.
+        """
+        program, layout, first = self.program, self.program.layout, len(self.program.layout.forward)
+        on_host = program.options.stage_input_route == "host"
+        made: dict[int, list[set[tuple[str, int]]]] = {
+            k: [] for k in range(first)
+        }  # forward stage -> its outputs' readers
+        for k, stage in enumerate(layout.forward):
+            readers: dict[int, set[tuple[str, int]]] = {}
+            if k + 1 < first and layout.forward[k + 1].rank == rank:
+                readers[stage.stop] = {("F", k + 1)}
+            for j, other in enumerate(layout.backward):
+                source = layout.stage_input(j)
+                if source.origin != "tokens" and source.forward == k and other.rank == rank and not on_host:
+                    readers.setdefault(other.first, set()).add(("B", j))
+            made[k] = list(readers.values())
+        alive: dict[tuple[int, int, int], set[tuple[str, int]]] = {}  # (stage number, output, microbatch) -> readers
+        readers_of: dict[tuple[str, int, int], list[tuple[int, int, int]]] = defaultdict(list)
+        most = 0
+        for i, kind in enumerate(program.kind):
+            if program.rank[i] != rank or kind not in (Kind.FORWARD, Kind.BACKWARD):
+                continue
+            stage_number, m = program.stage[i], program.index[i]
+            layers, k = program.layers(stage_number), stage_number - first
+            if kind == Kind.FORWARD:
+                own = max(self.temporary[x] for x in layers) + self.boundary * ((len(layers) > 1) + on_host)
+                me, outputs = ("F", stage_number), made[stage_number]
+            else:
+                own = self.total(self.saved, layers) + max(self.in_backward[x] for x in layers)
+                below = k > 0 and layout.backward[k - 1].rank == rank
+                me, outputs = ("B", k), [{("B", k - 1)}] if below else []
+            most = max(most, len(alive) * self.boundary + own)
+            for number, readers_left in enumerate(outputs):
+                alive[stage_number, number, m] = set(readers_left)
+                for reader in readers_left:
+                    readers_of[*reader, m].append((stage_number, number, m))
+            for key in readers_of.pop((*me, m), []):
+                alive[key].discard(me)
+                if not alive[key]:
+                    del alive[key]
+        return most
 
     def saved_by_forwards(self, rank: int) -> int:
         """Without recompute: the most that forwards have saved and no backward has used up, at any time."""
@@ -249,7 +315,7 @@ class _Account:
             "weights": owned * (2 if options.optimizer == "stale" else 1),
             "gradients": self.total(self.gradients, layers),
             "master weights and moments": state,
-            "undo data": 0 if options.optimizer == "sync" else state,
+            "undo data": 0 if options.optimizer == "sync" else int(state / 12 * self.undo_bytes),
             "stage inputs": sum(stages) * microbatches if options.stage_input_route == "host" else 0,
         }
 

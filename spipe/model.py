@@ -18,8 +18,8 @@ LayerKind = Literal["embedding", "block", "head"]
 PassName = Literal["forward", "recompute", "backward"]
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
-MAX_LOGITS = 2**28
-"""Logits that may exist at a time: 1 GiB of them in fp32."""
+MAX_LOGITS = 2**27
+"""Logits that may exist at a time: half a GiB of them in fp32."""
 LAYER_KINDS: tuple[LayerKind, ...] = ("embedding", "block", "head")
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 # Operations of a pass in units of the forward pass.
@@ -203,37 +203,61 @@ class ModelSpec(Spec):
         return tokens if tokens * self.vocab_size <= MAX_LOGITS else max(1, MAX_LOGITS // self.vocab_size)
 
     def layer_activation_bytes(self, kind: LayerKind, num_sequences: int, sequence: int, element_bytes: int) -> int:
-        """Estimate of what autograd saves in one layer between recompute and backward (attention without a score
-        matrix).
+        """What autograd saves in one layer between recompute and backward, its output included and its input not
+        (attention without a score matrix).
 
-        Block, in elements per token: inputs of the two norms and of the products behind them 4h; queries and attention
-        output 2a; keys and values 2k (with q/k norms also their inputs, a + k); gate, up, silu(gate) and the product
-        4f; and 4 bytes per head for the log-sum-exp. Head: input of the norm and of the product 2h, logits V, and in
-        fp32 the log-softmax and its gradient 2V. Embedding: the token ids.
+        Block, in elements per token: the two normed inputs, the inner residual and the output 4h; queries and attention
+        output 2a; keys and values 2k (with q/k norms also their inputs and the queries as attention reads them, 2a + k);
+        gate, up, silu(gate) and the product 4f; and 4 bytes per head for the log-sum-exp (and for each q/k norm). Head:
+        normed input h and, in fp32, the log-softmax V; in chunks only the former. Embedding: the token ids.
         """
         tokens, h = num_sequences * sequence, self.hidden_size
         if kind == "embedding":
             return 8 * tokens
         if kind == "head":
-            return tokens * (element_bytes * (2 * h + self.vocab_size) + 8 * self.vocab_size)
+            whole = self.loss_chunk_tokens(tokens) == tokens
+            return tokens * (element_bytes * h + 4 * self.vocab_size * whole)
         if kind != "block":
             raise unknown("layer kind", kind, LAYER_KINDS)
-        attention = (3 if self.qk_norm else 2) * (self.attention_size + self.kv_size)
-        return tokens * (element_bytes * (4 * h + attention + 4 * self.ffn_size) + 4 * self.num_heads)
+        attention = 2 * (self.attention_size + self.kv_size)
+        heads = self.num_heads
+        if self.qk_norm:
+            attention += 2 * self.attention_size + self.kv_size
+            heads += self.num_heads + self.num_kv_heads
+        return tokens * (element_bytes * (4 * h + attention + 4 * self.ffn_size) + 4 * heads)
+
+    def layer_backward_bytes(self, kind: LayerKind, num_sequences: int, sequence: int, element_bytes: int) -> int:
+        """The largest temporaries of one layer's backward pass, beyond what autograd saved.
+
+        Block: the gradient of one product in the feed-forward, and that of another or of a weight. Head: two gradients
+        of the logits in fp32; in chunks one chunk of logits and their gradient, and the gradients of input and weight.
+        """
+        tokens, h = num_sequences * sequence, self.hidden_size
+        if kind == "embedding":
+            return self.vocab_size * h * element_bytes
+        if kind == "head":
+            chunk, weight = self.loss_chunk_tokens(tokens), self.vocab_size * h * element_bytes
+            if chunk == tokens:
+                return max(8 * tokens * self.vocab_size, element_bytes * tokens * self.vocab_size + weight)
+            return tokens * h * element_bytes + weight + chunk * self.vocab_size * (4 + element_bytes)
+        if kind != "block":
+            raise unknown("layer kind", kind, LAYER_KINDS)
+        widest = max(self.ffn_size, self.attention_size)
+        return element_bytes * (tokens * widest + max(tokens * widest, widest * h))
 
     def layer_forward_activation_bytes(
         self, kind: LayerKind, num_sequences: int, sequence: int, element_bytes: int
     ) -> int:
-        """Estimate of the largest temporaries of one layer's forward pass without autograd.
+        """The largest temporaries of one layer's forward pass without autograd, its output included.
 
         Block: residual and normed input 2h, and the larger of attention (queries, keys, values, output: 2a + 2k) and
-        feed-forward (gate, up, product: 3f). Head: as for backward, less one fp32 copy of the logits.
+        feed-forward (gate, up, product: 3f). Head: normed input, logits, and in fp32 logits and log-softmax.
         """
         tokens, h = num_sequences * sequence, self.hidden_size
         if kind == "embedding":
-            return 8 * tokens
+            return tokens * h * element_bytes
         if kind == "head":
-            return tokens * (element_bytes * (2 * h + self.vocab_size) + 4 * self.vocab_size)
+            return tokens * h * element_bytes + self.loss_chunk_tokens(tokens) * self.vocab_size * (element_bytes + 8)
         if kind != "block":
             raise unknown("layer kind", kind, LAYER_KINDS)
         return tokens * element_bytes * (2 * h + max(2 * (self.attention_size + self.kv_size), 3 * self.ffn_size))

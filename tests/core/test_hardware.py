@@ -21,7 +21,7 @@ from spipe.topology import Link, parse_node
 
 EXPECTED = (
     "a100x8 h200x1 h200x2 h200x4 h200x8 ideal laptop rtx3090-cluster rtx3090x4 rtx4090-cluster rtx4090x8 "
-    "v100-cluster v100x4"
+    "v100-cluster v100-ideal-host v100x4"
 )
 
 

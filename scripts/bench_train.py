@@ -97,6 +97,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hardware", help="our plan's hardware; default h200xN, laptop on the CPU")
     parser.add_argument("--plan", help="our plan (a file); default: a stage per block, or a search for several GPUs")
     parser.add_argument("--options", default="{}", help="JSON: options of our plan that differ from the defaults")
+    parser.add_argument("--compile", action="store_true", help="our blocks go through torch.compile")
     parser.add_argument("--check", action="store_true", help="also train 4 layers and compare with a plain reference")
     parser.add_argument("--gaps", type=int, default=12, help="how many gaps of our compute lane to show (default 12)")
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for each system (default 300)")
@@ -167,8 +168,11 @@ def plan_of(given: argparse.Namespace, num_layers: int | None = None, learning_r
     fields = {
         "num_ranks": given.gpus, "global_batch": given.global_batch, "microbatch_size": given.microbatch,
         "sequence": given.sequence, "precision": "fp32" if given.device == "cpu" else "bf16", "optimizer": optimizer,
-        "options": options,
+        "options": options, "compile_layers": given.compile,
     }  # fmt: skip
+    if given.gpus == 1 and given.device == "cuda":
+        # The layers that the next step needs first need not travel, and stage inputs make room for them.
+        fields["options"] = {"device_layers": 2, "stage_input_route": "host"} | options
     if given.gpus > 1:
         from spipe.sim import search
 
@@ -216,7 +220,7 @@ class Benchmark:
     def run(self) -> None:
         self.save()
         tokens = str(self.folder / "tokens.bin")
-        values = np.random.default_rng(0).integers(0, min(256, self.given.vocabulary), 1 << 20, dtype=np.uint8)
+        values = np.random.default_rng(0).integers(0, min(2**16, self.given.vocabulary), 1 << 20, dtype=np.uint16)
         Path(tokens).write_bytes(values.tobytes())
         if self.given.check:
             self.check = self.checked()

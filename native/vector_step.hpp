@@ -103,7 +103,7 @@ SPIPE_INLINE void step_block(const AdamScalars& scalars, const BlockPointers& bl
     const Constants c = constants(scalars);
     const BlockPointers b = block;
     const StepMode mode = given;
-    LogWriter memory;
+    LogWriter memory = {};
     LogWriter* const writer = logged ? &memory : nullptr;
     if (logged) {
         memory.destination = log->corrections;

@@ -164,7 +164,7 @@ def test_odd_values_sizes_and_alignments(pool, make_buffers, state, t, learning_
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(**ARGUMENTS)
 def test_many_odd_values_sizes_and_alignments(pool, make_buffers, state, t, learning_rate, scale, tied):
     check_odd_state(pool, make_buffers, state, t, learning_rate, scale, tied)

@@ -51,6 +51,8 @@ sanitize-address: SANITIZERS := address,undefined
 sanitize-address: LIBRARIES := libasan.so libubsan.so
 sanitize-thread: SANITIZERS := thread
 sanitize-thread: LIBRARIES := libtsan.so
+# The import hook of an editable install comes before PYTHONPATH: without this it would give the checkout's extension.
+NO_EDITABLE := import sys; sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__module__]
 # A copy of the tree with an extension built for it; torch's OpenMP threads, which the sanitizer cannot see, stay off.
 sanitize-address sanitize-thread: export PATH := $(abspath $(BIN)):$(PATH)
 sanitize-address sanitize-thread: $(INSTALLED)
@@ -58,6 +60,8 @@ sanitize-address sanitize-thread: $(INSTALLED)
 	cmake --build build/$@
 	rm -rf build/$@/tree && mkdir build/$@/tree && cp -a spipe sim runtime tests pyproject.toml build/$@/tree
 	rm -f build/$@/tree/spipe/_native*.so && cmake --install build/$@ --prefix build/$@/tree
+	echo '$(NO_EDITABLE)' >build/$@/tree/sitecustomize.py
+	cd build/$@/tree && PYTHONPATH=. python -c 'import spipe; assert spipe.__file__.startswith("$(abspath build/$@)"), spipe'
 	cd build/$@/tree && OMP_NUM_THREADS=1 PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	  TSAN_OPTIONS=halt_on_error=1 LD_PRELOAD="$(foreach library,$(LIBRARIES),$(shell g++ -print-file-name=$(library)))" \
 	  PYTHONPATH=. setarch -R python -m pytest -p no:cacheprovider -s tests/native $(SANITIZE_FLAGS)

@@ -52,6 +52,10 @@ struct StepMode {
     // key and the element's place in the block.
     bool stochastic;
     uint64_t random_key;
+    // Where master and moments are kept as they were, at multiples of 64 and with room for whole cache lines; null:
+    // not.
+    BlockPointers snapshot;
+    bool stream_snapshot;
 };
 
 // An element whose old value is too many units in the last place from what the arithmetic inverse gives.

@@ -115,24 +115,23 @@ int64_t UndoMemory::logged_bytes() const {
     return bytes;
 }
 
-void UndoMemory::save(CopyBytes copy, const Parameter& parameter, const Block& block) {
-    const BlockPointers from = pointers_of(parameter, block);
-    float* const to = reinterpret_cast<float*>(state_.get()) + 3 * block.slot;
+BlockPointers UndoMemory::snapshot_of(const Block& block) const {
     const int64_t stride = padded(block.count);
-    const int64_t num_bytes = 4 * block.count;
-    copy(to, from.master, num_bytes);
-    copy(to + stride, from.first_moment, num_bytes);
-    copy(to + 2 * stride, from.second_moment, num_bytes);
+    BlockPointers at{};
+    at.master = reinterpret_cast<float*>(state_.get()) + 3 * block.slot;
+    at.first_moment = at.master + stride;
+    at.second_moment = at.first_moment + stride;
+    at.count = block.count;
+    return at;
 }
 
 void UndoMemory::restore(const Parameter& parameter, const Block& block) const {
     const BlockPointers to = pointers_of(parameter, block);
-    const float* const from = reinterpret_cast<const float*>(state_.get()) + 3 * block.slot;
-    const int64_t stride = padded(block.count);
+    const BlockPointers from = snapshot_of(block);
     const size_t num_bytes = 4 * as_size(block.count);
-    std::memcpy(to.master, from, num_bytes);
-    std::memcpy(to.first_moment, from + stride, num_bytes);
-    std::memcpy(to.second_moment, from + 2 * stride, num_bytes);
+    std::memcpy(to.master, from.master, num_bytes);
+    std::memcpy(to.first_moment, from.first_moment, num_bytes);
+    std::memcpy(to.second_moment, from.second_moment, num_bytes);
 }
 
 void UndoMemory::save_weight(CopyBytes copy, const Parameter& parameter, const Block& block) {

@@ -58,7 +58,8 @@ class UndoMemory {
     int64_t num_bytes(bool escapes) const;
     int64_t logged_bytes() const;  // needed by what was kept last: without room for escapes that are not there
 
-    void save(CopyBytes copy, const Parameter& parameter, const Block& block);
+    // Where a snapshot of the block's master and moments is kept.
+    BlockPointers snapshot_of(const Block& block) const;
     void restore(const Parameter& parameter, const Block& block) const;
     void save_weight(CopyBytes copy, const Parameter& parameter, const Block& block);
     void restore_weight(const Parameter& parameter, const Block& block) const;

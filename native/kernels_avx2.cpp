@@ -18,7 +18,7 @@ constexpr int width = 8;
 #include "vector_types.hpp"
 
 // What the compiler's vectors lack or do badly: square root, stores that bypass the caches (to a multiple of the
-// vector's size), whether any element of a comparison is true, conversions between widths.
+// vector's size), which elements of a comparison are true, conversions between widths.
 SPIPE_INLINE F square_root(F x) {
     return reinterpret_cast<F>(_mm256_sqrt_ps(reinterpret_cast<__m256>(x)));
 }
@@ -35,25 +35,23 @@ SPIPE_INLINE void stream_fence() {
     _mm_sfence();
 }
 
-SPIPE_INLINE bool any(I mask) {
-    return _mm256_movemask_ps(reinterpret_cast<__m256>(mask)) != 0;
+SPIPE_INLINE uint32_t true_lanes(I mask) {
+    return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(mask)));
 }
 
 SPIPE_INLINE U widened(H value) {
     return reinterpret_cast<U>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(value)));
 }
 
-SPIPE_INLINE bool any_above_255(U value) {
-    return !_mm256_testz_si256(reinterpret_cast<__m256i>(value), _mm256_set1_epi32(~255));
+SPIPE_INLINE uint32_t lanes_above_255(U value) {
+    return true_lanes(reinterpret_cast<I>(value >> 8) != 0);
 }
 
-// The lower three bytes of each element, next to each other: 24 bytes, and 8 more that mean nothing.
-SPIPE_INLINE void pack(uint8_t* to, U value) {
-    const __m256i bytes = _mm256_shuffle_epi8(
+// The lower three bytes of each element next to each other, by 128 bits: three useful words and one that is not.
+SPIPE_INLINE U pack(U value) {
+    return reinterpret_cast<U>(_mm256_shuffle_epi8(
         reinterpret_cast<__m256i>(value),
-        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1)));
-    const __m256i places = _mm256_setr_epi32(0, 1, 2, 4, 5, 6, 3, 7);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permutevar8x32_epi32(bytes, places));
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1))));
 }
 
 SPIPE_INLINE U unpack(const uint8_t* from) {

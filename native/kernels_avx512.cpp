@@ -20,7 +20,7 @@ constexpr int width = 16;
 #include "vector_types.hpp"
 
 // What the compiler's vectors lack or do badly: square root, stores that bypass the caches (to a multiple of the
-// vector's size), whether any element of a comparison is true, conversions between widths.
+// vector's size), which elements of a comparison are true, conversions between widths.
 SPIPE_INLINE F square_root(F x) {
     return reinterpret_cast<F>(_mm512_sqrt_ps(reinterpret_cast<__m512>(x)));
 }
@@ -37,25 +37,23 @@ SPIPE_INLINE void stream_fence() {
     _mm_sfence();
 }
 
-SPIPE_INLINE bool any(I mask) {
-    return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask)) != 0;
+SPIPE_INLINE uint32_t true_lanes(I mask) {
+    return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask));
 }
 
 SPIPE_INLINE U widened(H value) {
     return reinterpret_cast<U>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(value)));
 }
 
-SPIPE_INLINE bool any_above_255(U value) {
-    return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(value), _mm512_set1_epi32(~255)) != 0;
+SPIPE_INLINE uint32_t lanes_above_255(U value) {
+    return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(value), _mm512_set1_epi32(~255));
 }
 
-// The lower three bytes of each element, next to each other: 48 bytes, and 16 more that mean nothing.
-SPIPE_INLINE void pack(uint8_t* to, U value) {
-    const __m512i bytes = _mm512_shuffle_epi8(
+// The lower three bytes of each element next to each other, by 128 bits: three useful words and one that is not.
+SPIPE_INLINE U pack(U value) {
+    return reinterpret_cast<U>(_mm512_shuffle_epi8(
         reinterpret_cast<__m512i>(value),
-        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1)));
-    const __m512i places = _mm512_setr_epi32(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, 3, 7, 11, 15);
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi32(places, bytes));
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1))));
 }
 
 SPIPE_INLINE U unpack(const uint8_t* from) {

@@ -15,7 +15,7 @@ constexpr int width = 4;
 #include "vector_types.hpp"
 
 // What the compiler's vectors lack or do badly: square root, stores that bypass the caches (to a multiple of the
-// vector's size), whether any element of a comparison is true, conversions between widths.
+// vector's size), which elements of a comparison are true, conversions between widths.
 #if defined(__x86_64__)
 SPIPE_INLINE F square_root(F x) {
     return reinterpret_cast<F>(_mm_sqrt_ps(reinterpret_cast<__m128>(x)));
@@ -33,8 +33,8 @@ SPIPE_INLINE void stream_fence() {
     _mm_sfence();
 }
 
-SPIPE_INLINE bool any(I mask) {
-    return _mm_movemask_ps(reinterpret_cast<__m128>(mask)) != 0;
+SPIPE_INLINE uint32_t true_lanes(I mask) {
+    return static_cast<uint32_t>(_mm_movemask_ps(reinterpret_cast<__m128>(mask)));
 }
 #else
 SPIPE_INLINE F square_root(F x) {
@@ -49,10 +49,10 @@ SPIPE_INLINE void stream(void* address, Vector value) {
 
 SPIPE_INLINE void stream_fence() {}
 
-SPIPE_INLINE bool any(I mask) {
-    int32_t bits = 0;
-    for (int lane = 0; lane < width; ++lane) bits |= mask[lane];
-    return bits != 0;
+SPIPE_INLINE uint32_t true_lanes(I mask) {
+    uint32_t bits = 0;
+    for (int lane = 0; lane < width; ++lane) bits |= mask[lane] != 0 ? 1u << lane : 0u;
+    return bits;
 }
 #endif
 
@@ -60,16 +60,13 @@ SPIPE_INLINE U widened(H value) {
     return __builtin_convertvector(value, U);
 }
 
-SPIPE_INLINE bool any_above_255(U value) {
-    return any(reinterpret_cast<I>(value >> 8) != 0);
+SPIPE_INLINE uint32_t lanes_above_255(U value) {
+    return true_lanes(reinterpret_cast<I>(value >> 8) != 0);
 }
 
-// The lower three bytes of each element, next to each other, and one more that means nothing.
-SPIPE_INLINE void pack(uint8_t* to, U value) {
-    for (int lane = 0; lane < width; ++lane) {
-        const uint32_t bits = value[lane];
-        __builtin_memcpy(to + 3 * lane, &bits, sizeof(bits));
-    }
+// The lower three bytes of each element next to each other: three useful words and one that is not.
+SPIPE_INLINE U pack(U value) {
+    return U{value[0] | value[1] << 24, value[1] >> 8 | value[2] << 16, value[2] >> 16 | value[3] << 8, 0};
 }
 
 SPIPE_INLINE U unpack(const uint8_t* from) {

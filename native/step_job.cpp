@@ -152,7 +152,9 @@ Outcome StepJob::step(int64_t number, int64_t chunk, const Block& block, const B
     const AdamScalars& scalars = bucket_.scalars[bucket_.groups.of(block.parameter)];
     const auto gradient = static_cast<size_t>(p.gradient_dtype);
     const auto weight = static_cast<size_t>(p.weight_dtype);
-    StepMode mode{plan_.prefetch_elements, next, plan_.stream_weight && aligned(at.weight), false, plan_.stochastic, 0};
+    StepMode mode{
+        plan_.prefetch_elements, next, plan_.stream_weight && aligned(at.weight), false, plan_.stochastic, 0, {},
+        plan_.stream_undo};
     mode.stream_state =
         plan_.stream_state && aligned(at.master) && aligned(at.first_moment) && aligned(at.second_moment);
     if (plan_.stochastic) mode.random_key = random_key(plan_.random_seed, p.random_stream, block.first);
@@ -167,7 +169,7 @@ Outcome StepJob::step(int64_t number, int64_t chunk, const Block& block, const B
         kernels_.logged_step[gradient][weight](scalars, at, mode, log);
         bucket_.undo.append(chunk, log);
     } else {
-        if (plan_.undo == Rollback::snapshot) bucket_.undo.save(copy, p, block);
+        if (plan_.undo == Rollback::snapshot) mode.snapshot = bucket_.undo.snapshot_of(block);
         kernels_.step[gradient][weight](scalars, at, mode);
     }
     return Outcome::stepped;

@@ -67,7 +67,7 @@ SPIPE_INLINE Inspection inspect_block(const BlockPointers& block, float gradient
     }
     uint32_t sum = 0;
     for (int lane = 0; lane < width; ++lane) sum += checksum[lane];
-    return {any(largest >= 0x7f800000), sum, with_sum ? sum_of_lanes(lanes) : 0.0};
+    return {true_lanes(largest >= 0x7f800000) != 0, sum, with_sum ? sum_of_lanes(lanes) : 0.0};
 }
 
 template <typename Gradient>

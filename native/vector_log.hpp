@@ -25,51 +25,71 @@ SPIPE_INLINE F corrected(F guess, U correction) {
     return float_of(bits_of(guess) + correction);
 }
 
-// Takes the packed corrections of a block from the first element to the last, and writes them out in groups of whole
-// cache lines. A group goes out when the one after it is complete: its stores have then left the store buffer.
+// Of four vectors, three of every four words are useful; in a row they fill three vectors. Word w of output k is this
+// word of vectors k and k + 1.
+struct UsefulWords {
+    alignas(64) uint32_t of[3][width];
+};
+
+constexpr UsefulWords find_useful_words() {
+    constexpr int useful = width / 4 * 3;
+    UsefulWords words{};
+    for (int place = 0; place < 3 * width; ++place) {
+        const int vector = place / useful - place / width;
+        words.of[place / width][place % width] =
+            static_cast<uint32_t>(vector * width + place % useful / 3 * 4 + place % useful % 3);
+    }
+    return words;
+}
+
+constexpr UsefulWords useful_words = find_useful_words();
+
+// Takes the corrections of a block from the first element to the last, and writes them out in groups of whole cache
+// lines.
 struct LogWriter {
     static constexpr int group_elements = 64;
-    static constexpr int group_bytes = 3 * group_elements;
+    static constexpr int group_vectors = group_elements / width;
 
     uint8_t* destination;
     bool streaming;
-    alignas(64) uint8_t groups[2][group_bytes + 64];  // packing writes up to a vector beyond the end
+    U waiting[group_vectors];  // of the group that is not complete
 
     SPIPE_INLINE void flush(LogWriter& w, int64_t group) {
-        for (int k = 0; k < group_bytes; k += 4 * width) {
-            const F bytes = load_vector<F>(w.groups[group & 1] + k);
-            uint8_t* const to = w.destination + group * group_bytes + k;
-            if (w.streaming) {
-                stream(to, bytes);
-            } else {
-                store_vector(to, bytes);
+        uint8_t* to = w.destination + group * (3 * group_elements);
+        for (int first = 0; first < group_vectors; first += 4) {
+            for (int output = 0; output < 3; ++output, to += 4 * width) {
+                const U* const from = w.waiting + first + output;
+                const U packed = __builtin_shuffle(from[0], from[1], load_vector<U>(useful_words.of[output]));
+                if (w.streaming) {
+                    stream(to, reinterpret_cast<F>(packed));
+                } else {
+                    store_vector(to, packed);
+                }
             }
         }
     }
 
     SPIPE_INLINE void put(LogWriter& w, int64_t i, U master, U first, U second) {
-        const int64_t group = i / group_elements;
-        const int64_t place = i % group_elements;
-        pack(w.groups[group & 1] + 3 * place, master | first << 8 | second << 16);
-        if (place == group_elements - width && group > 0) flush(w, group - 1);
+        const int64_t place = i % group_elements / width;
+        w.waiting[place] = pack(master | first << 8 | second << 16);
+        if (place == group_vectors - 1) flush(w, i / group_elements);
     }
 
     SPIPE_INLINE void finish(LogWriter& w, int64_t count) {
-        const int64_t complete = count / group_elements;
-        if (complete > 0) flush(w, complete - 1);
-        if (count % group_elements != 0) flush(w, complete);
+        if (count % group_elements != 0) flush(w, count / group_elements);
     }
 };
 
-// Elements of one state from place i on that escape; `last` is the number of elements of the block.
-__attribute__((noinline)) void log_escapes(const uint32_t* corrections, const float* old, uint32_t state, int64_t i,
-                                           int64_t last, UndoLog& log) {
-    const uint32_t where = (log.block_in_chunk << 2 | state) << Escape::index_bits;
-    for (int lane = 0; lane < width && i + lane < last; ++lane) {
-        if (corrections[lane] < 256) continue;
-        uint32_t bits;
-        __builtin_memcpy(&bits, old + lane, sizeof(bits));
-        log.escapes[log.num_escapes++] = {where | static_cast<uint32_t>(i + lane), bits};
+// Logs the elements from place i on that escape: bits of `lanes_of`, for each state.
+__attribute__((noinline)) void log_escapes(const uint32_t* lanes_of, const F* old, int64_t i, UndoLog& log) {
+    for (uint32_t state = 0; state < 3; ++state) {
+        const uint32_t where = (log.block_in_chunk << 2 | state) << Escape::index_bits | static_cast<uint32_t>(i);
+        for (uint32_t lanes = lanes_of[state]; lanes != 0; lanes &= lanes - 1) {
+            const int lane = __builtin_ctz(lanes);
+            uint32_t bits;
+            __builtin_memcpy(&bits, reinterpret_cast<const float*>(old + state) + lane, sizeof(bits));
+            log.escapes[log.num_escapes++] = {where + static_cast<uint32_t>(lane), bits};
+        }
     }
 }
 
@@ -79,16 +99,15 @@ SPIPE_INLINE void log_vector(const Constants& c, const State& old, const Step& s
     U missed[3] = {correction(old.master, guess_master(c, now.master, step.subtracted)),
                    correction(old.first_moment, guess_first(c, now.first_moment, step.gradient)),
                    correction(old.second_moment, guess_second(c, now.second_moment, step.gradient))};
-    if (__builtin_expect(any_above_255(missed[0] | missed[1] | missed[2]), 0)) {
+    if (__builtin_expect(lanes_above_255(missed[0] | missed[1] | missed[2]) != 0, 0)) {
         const F values[3] = {old.master, old.first_moment, old.second_moment};
-        for (uint32_t state = 0; state < 3; ++state) {
-            uint32_t integers[width];
-            float olds[width];
-            store_vector(integers, missed[state]);
-            store_vector(olds, values[state]);
-            log_escapes(integers, olds, state, i, count, log);
+        const uint32_t valid = count - i < width ? (1u << (count - i)) - 1 : ~0u;
+        uint32_t lanes_of[3];
+        for (int state = 0; state < 3; ++state) {
+            lanes_of[state] = lanes_above_255(missed[state]) & valid;
             missed[state] &= 255u;
         }
+        log_escapes(lanes_of, values, i, log);
     }
     LogWriter::put(writer, i, missed[0], missed[1], missed[2]);
 }

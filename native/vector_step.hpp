@@ -49,6 +49,7 @@ template <typename Gradient, typename Weight, bool logged>
 SPIPE_INLINE void step_vector(const Constants& c, const BlockPointers& b, int64_t i, const StepMode& mode,
                               LogWriter* writer, UndoLog* log) {
     const State old = load_state(b, i);
+    if (!logged && mode.snapshot.master != nullptr) put_state(mode.snapshot, i, old, mode.stream_snapshot);
     const Step step = stepped(c, load_gradient<Gradient>(b, i) * c.gradient_scale, old);
     put_state(b, i, step.now, mode.stream_state);
     put_weight<Weight>(b, i, step.now.master, mode);
@@ -102,7 +103,7 @@ SPIPE_INLINE void step_block(const AdamScalars& scalars, const BlockPointers& bl
     const Constants c = constants(scalars);
     const BlockPointers b = block;
     const StepMode mode = given;
-    LogWriter memory;
+    LogWriter memory = {};
     LogWriter* const writer = logged ? &memory : nullptr;
     if (logged) {
         memory.destination = log->corrections;

@@ -21,6 +21,7 @@ from spipe.memory import memory
 from spipe.ops import Kind
 from spipe.plan import Plan
 from spipe.program import Program
+from spipe.runtime.adam import parameter_of
 from spipe.runtime.adam_device import adamw_step_on_device
 from spipe.runtime.adam_reference import AdamScalars
 from spipe.runtime.checkpoint import START, Position
@@ -170,7 +171,7 @@ def undo_budget_bytes(plan: Plan, store: Store, masters: MasterState) -> int:
                     if store.table.owns_state(p) and not is_held(i))  # fmt: skip
     if not mine:
         return 0
-    return memory(plan).hosts[0]["undo data"] * mine // everyones
+    return -(-memory(plan).hosts[0]["undo data"] * mine // everyones)  # rounded up
 
 
 class Settlement:
@@ -234,25 +235,20 @@ class Settlement:
         return self.optimizer.rollback_kind if self.speculative else "none"
 
     def _native_parameter(self, parameter: Parameter, masters: MasterState) -> _native.Parameter:
-        store = self.store
-        master, first_moment, second_moment = masters.of(parameter)
+        def part(flat: torch.Tensor, of: Parameter) -> torch.Tensor:
+            return flat[of.first : of.first + of.count].view(of.shape)
+
+        store, tied = self.store, self.store.table.tied
         layer = masters.layers[parameter.layer]
         gradient, weight = (
-            shared[parameter.first :] if held is None else layer.part(held, parameter)
+            part(shared, parameter) if held is None else layer.part(held, parameter).view(parameter.shape)
             for shared, held in ((store.gradients, layer.gradient), (store.weights, layer.weight))
         )
-        tied = store.table.tied
-        second = tied[1].first if tied and parameter == tied[0] else -1
-        return _native.Parameter(
-            gradient=gradient.data_ptr(),
-            gradient2=store.gradients[second:].data_ptr() if second >= 0 else 0,
-            gradient_dtype=self.plan.gradient_dtype,
-            master=master.data_ptr(),
-            first_moment=first_moment.data_ptr(),
-            second_moment=second_moment.data_ptr(),
-            weight=weight.data_ptr(),
-            weight_dtype=self.plan.precision,
-            count=parameter.count,
+        return parameter_of(
+            gradient,
+            *masters.of(parameter),
+            weight,
+            gradient2=part(store.gradients, tied[1]) if tied and parameter == tied[0] else None,
             weight_decay=self.plan.optimizer.weight_decay_of(parameter.shape),
         )
 

@@ -84,7 +84,8 @@ def _fill(tensor: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
 
 
 class OurStep:
-    """Steps of one bucket with the native optimizer; calling it takes one step and returns its seconds."""
+    """Steps of one bucket with the native optimizer; calling it takes one step, and settles it, and returns the seconds
+    of the step."""
 
     def __init__(self, threads: native.WorkerPool, parameters: list[native.Parameter], rollback: str | None = None,
                  **options: Any) -> None:  # fmt: skip
@@ -96,6 +97,22 @@ class OurStep:
         self.submit_s: list[float] = []
 
     def __call__(self) -> float:
+        seconds = self.step()
+        if self.options["speculative"]:
+            self.optimizer.commit(self.bucket)
+        return seconds
+
+    def settling(self, action: str) -> Timer:
+        """Takes a step and returns the seconds of its ``commit`` or ``rollback`` alone."""
+        settle = timed(lambda: getattr(self.optimizer, action)(self.bucket))
+
+        def run() -> float:
+            self.step()
+            return settle()
+
+        return run
+
+    def step(self) -> float:
         self.steps += 1
         start = time.perf_counter()
         self.optimizer.submit(self.bucket, step=self.steps, **self.options)
@@ -103,8 +120,6 @@ class OurStep:
         self.optimizer.join(self.bucket)
         end = time.perf_counter()
         self.submit_s.append(submitted - start)
-        if self.options["speculative"]:
-            self.optimizer.commit(self.bucket)
         return end - start
 
 
@@ -242,6 +257,29 @@ def measure_many_tensors(buffers: Buffers, num_threads: int, rounds: int) -> dic
             "submit_s": statistics.median(many.submit_s)}  # fmt: skip
 
 
+def measure_settling(buffers: Buffers, count: int, num_threads: int, rounds: int) -> dict[str, Any]:
+    """Commit and rollback of a step by kind of undoing, and what a rollback moves: state and weight, undo data (and for
+    the undo log the gradient)."""
+    pool = native.WorkerPool(num_threads)
+    steps = {kind: OurStep(pool, buffers.parameters([count]), kind) for kind in ("delta", "snapshot", "defer")}
+    contestants: dict[str, Timer] = {"step": OurStep(pool, buffers.parameters([count]))}
+    for kind, step in steps.items():
+        contestants |= {f"{kind} {action}": step.settling(action) for action in ("commit", "rollback")}
+    times = take_turns(contestants, rounds, 1)
+    seconds = {name: statistics.median(values) for name, values in times.items()}
+    moved = {kind: 26 + 2 * (kind == "delta") + step.optimizer.undo_bytes / count for kind, step in steps.items()}
+    return {
+        "count": count,
+        "threads": num_threads,
+        "step_s": seconds["step"],
+        "commit_s": {kind: seconds[f"{kind} commit"] for kind in steps},
+        "rollback_s": {kind: seconds[f"{kind} rollback"] for kind in steps},
+        "rollback_bytes_per_s": {
+            kind: moved[kind] * count / seconds[f"{kind} rollback"] for kind in ("delta", "snapshot")
+        },
+    }
+
+
 def measure_variants(buffers: Buffers, count: int, num_threads: int, rounds: int) -> list[dict[str, Any]]:
     """The same step with other kinds of stores, prefetch distances and sizes of a worker's share."""
     pool = native.WorkerPool(num_threads)
@@ -377,6 +415,7 @@ def main() -> None:
             rates = ", ".join(f"{name} {rate / 1e9:.2f}" for name, rate in case["params_per_s_of"].items())
             print(f"{count:.0e} parameters, {num_threads} threads, G/s: {rates}", flush=True)
     result["many_tensors"] = measure_many_tensors(buffers, max(threads), rounds)
+    result["settling"] = measure_settling(buffers, min(largest, 10**8), max(threads), rounds)
     result["real_training"] = measure_real_training()
     if options.variants or not options.quick:
         result["variants"] = measure_variants(buffers, min(largest, 3 * 10**8), max(threads), rounds)
@@ -390,6 +429,12 @@ def main() -> None:
     facts = result["host"]
     print(f"\n{facts['cpu']}, {usable} cores, {facts['instruction_set']}, torch {facts['torch']}, {result['date']}")
     print_table(result["cases"], COLUMNS)
+    settling = result["settling"]
+    for kind in ("delta", "snapshot", "defer"):
+        commit, rollback = settling["commit_s"][kind], settling["rollback_s"][kind]
+        rate = settling["rollback_bytes_per_s"].get(kind, 0.0) / 1e9
+        print(f"{kind}: commit {commit * 1e6:.0f} µs, rollback {rollback * 1e6:.0f} µs, "
+              f"{rollback / settling['step_s']:.2f} of a step{f', {rate:.1f} GB/s' if rate else ''}")  # fmt: skip
     many, real = result["many_tensors"], result["real_training"]
     print(f"10,000 tensors of 1,000: {many['many_tensors_ratio']:.2f} of one of 10^7; "
           f"submit {many['submit_s'] * 1e6:.0f} µs; undo log on real gradients: at most "

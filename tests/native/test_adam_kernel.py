@@ -38,19 +38,6 @@ def test_step_equals_plain_twin_in_every_bit(optimizer, make_buffers, instructio
             assert (getattr(buffers, name) != getattr(before, name)).all(), name
 
 
-@pytest.mark.parametrize("count", SIZES)
-def test_step_is_near_a_float64_reference(optimizer, make_buffers, count):
-    buffers = make_buffers(count)
-    g = buffers.gradient.astype(np.float64) * 0.5
-    m = 0.9 * buffers.first_moment.astype(np.float64) + 0.1 * g
-    v = 0.95 * buffers.second_moment.astype(np.float64) + 0.05 * g * g
-    p = buffers.master.astype(np.float64) * (1 - 1e-2 * buffers.weight_decay)
-    p -= 1e-2 / (1 - 0.9**3) * m / (np.sqrt(v) / np.sqrt(1 - 0.95**3) + 1e-8)
-    step(optimizer, optimizer.add_bucket([buffers.parameter()]))
-    for actual, exact in [(buffers.first_moment, m), (buffers.second_moment, v), (buffers.master, p)]:
-        np.testing.assert_allclose(actual, exact, rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("misalignment", [1, 3, 7])
 def test_buffers_need_no_more_alignment_than_their_elements(optimizer, make_buffers, instruction_set, misalignment):
     for dtype in DTYPES:

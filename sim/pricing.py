@@ -25,8 +25,8 @@ _BRIEF_SHARE = 100.0
 # Part of a rank's cores that one STEP alone keeps busy, where several may run at a time: together they are 1.2 times as
 # fast. One value for all hardware, chosen like the one below.
 _STEP_CORES = 5 / 6
-# Part of a link's bandwidth that kernels reach which move a message over PCIe (copy engines reach all of it). One value
-# for all hardware, chosen on the rows of both published clusters that constants are fitted to.
+# Part of an accelerator's link that kernels reach which move a message over PCIe (copy engines reach all of it). One
+# value for all hardware, chosen on the rows of both published clusters that constants are fitted to.
 _KERNEL_RATE = 0.25
 
 Part = tuple[Route, float]
@@ -163,16 +163,19 @@ class Pricing:
     def by_kernel(self, route: Route) -> bool:
         """Whether messages on a route are moved over PCIe by kernels, which hold up the kernels that compute.
 
-        The sender's kernel writes to the other accelerator, or to host memory, from where the receiver's kernel reads.
-        Not so over NVLink, where it is too short to matter, and with GPUDirect RDMA, where the network card does it.
+        The sender's kernel writes to the other accelerator, to the network card's buffer, or to host memory, from where
+        the receiver's kernel reads. Not so over NVLink, where it is too short to matter.
         """
-        if route.is_remote and self.hardware.gpu_direct_rdma:
-            return False
         return not all("nvswitch" in self.edges[edge].name for edge in route.edges)
 
     def message_bandwidth(self, route: Route) -> float:
         """Bytes per second of a message between accelerators that is alone."""
-        return self.bandwidth(route) * (_KERNEL_RATE if self.by_kernel(route) else 1.0)
+        if not self.by_kernel(route):
+            return self.bandwidth(route)
+        edges = [self.edges[edge] for edge in route.edges]
+        return min(
+            [self.bandwidth(route), *(_KERNEL_RATE * e.bandwidth_bytes_per_s for e in edges if e.of_accelerator)]
+        )
 
     def threads(self, i: int) -> list[tuple[int, float]]:
         """(rank, cores) of a copy on device ``cpu``; a message keeps first one side busy and then the other."""

@@ -85,6 +85,11 @@ class Edge:
     bandwidth_bytes_per_s: float
     latency_s: float
 
+    @property
+    def of_accelerator(self) -> bool:
+        """Whether an accelerator is at one of its ends."""
+        return "/gpu" in self.name
+
 
 @dataclass(frozen=True)
 class Route:

@@ -40,7 +40,7 @@ def search(**changes: str) -> list[str]:
         (search(precision="bf17"), r"unknown precision 'bf17'; nearest: bf16"),
         (search(precision="int8"), r"unknown precision 'int8'; .*(nearest|allowed)"),
         (search(option="weight_slot=2"), r"unknown key 'weight_slot'; nearest: weight_slots"),
-        (search(option="recompute=erly"), r"recompute = 'erly' should be 'early' or 'late'"),
+        (search(option="recompute=erly"), r"recompute = 'erly' should be 'early', 'late' or 'never'"),
         (search(option="weight_slots=0"), r"weight_slots = 0 should be greater than or equal to 1"),
         (search(option="weight_slots"), r"write name=value"),
         (search(ranks="9"), r"num_ranks = 9.*laptop has 4"),

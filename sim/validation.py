@@ -252,7 +252,7 @@ def validate(
         for cluster, given in clusters.items():
             mine = [run for run in runs if run.cluster == cluster and run in chosen]
             if given is not None and mine:
-                progress(f"fitting {given.name} to {len(mine)} rows")
+                progress(f"fitting {given.name} to {fit}")
                 fitted[cluster] = refit(mine, given)
                 clusters[cluster] = fitted[cluster].hardware
         if not fitted:

@@ -78,6 +78,6 @@ def test_the_command_says_what_was_fitted(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit) as ended:
         main(["validate", str(table), "--fit", "figure=9", "--json", str(output)])
     assert not ended.value.code
-    assert "fitting v100-cluster to 4 rows" in capsys.readouterr().err
+    assert "fitting v100-cluster to figure=9" in capsys.readouterr().err
     constants_found = json.loads(output.read_text())["fitted_constants"]["spipe-v100"]["constants"]
     assert constants_found["PCIe"]["value"] == pytest.approx(13.56, rel=0.01)

@@ -169,10 +169,7 @@ def predict(run: Run, hardware: HardwareSpec, used_for: str = "judge") -> Row:
             sequence=run.sequence,
             precision="fp16",
         )
-        usable = cluster.cpu.usable_memory_bytes
-        short = step.host_bytes > usable
-        problem = f"a host needs {step.host_bytes / 1e9:.0f} GB of {usable / 1e9:.0f} GB usable"
-        return Row(run, used_for, step.makespan_s, None, (problem,) if short else ())
+        return Row(run, used_for, step.makespan_s, None, step.problems)
     plan = run.plan(hardware)
     simulation = simulate(plan, num_steps=1)
     return Row(run, used_for, simulation.makespan_s, simulation.gpu_time_s, published_problems(plan, run.system))

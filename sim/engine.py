@@ -8,6 +8,8 @@ one event: its end. Ops that take no time need no event.
 Ops are numbered ``step * len(program) + op``. The first op of a message or collective stands for all of it.
 """
 
+import math
+from array import array
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -30,18 +32,18 @@ class Timeline:
 
     program: Program
     num_steps: int
-    ready_s: list[float]
-    start_s: list[float]
-    end_s: list[float]
+    ready_s: "array[float]"
+    start_s: "array[float]"
+    end_s: "array[float]"
 
     def trace(self, **metadata: object) -> Trace:
         """As a trace, ops of a step in global order."""
         count = len(self.program)
         trace = Trace.empty(self.program, "simulated", **metadata)
-        trace.step = [step for step in range(self.num_steps) for _ in range(count)]
-        trace.op = list(range(count)) * self.num_steps
-        trace.ready_s, trace.start_s, trace.end_s = list(self.ready_s), list(self.start_s), list(self.end_s)
-        trace.cpu_s = [float("nan")] * len(trace.op)
+        trace.step = array("l", [step for step in range(self.num_steps) for _ in range(count)])
+        trace.op = array("l", range(count)) * self.num_steps
+        trace.ready_s, trace.start_s, trace.end_s = self.ready_s[:], self.start_s[:], self.end_s[:]
+        trace.cpu_s = array("d", [math.nan]) * len(trace.op)
         return trace
 
 
@@ -88,11 +90,10 @@ class _Engine:
 
     def _link_nodes(self) -> None:
         """Ops that wait for a node, in its step and in the next two, and how many ops a node waits for."""
-        node = self.node
-        self.waiters: list[list[int]] = [[] for _ in range(self.count)]
-        self.waiters_next: list[list[int]] = [[] for _ in range(self.count)]
-        self.waiters_stale: list[list[int]] = [[] for _ in range(self.count)]
-        first, later, stale = [0] * self.count, [0] * self.count, [0] * self.count
+        node, count = self.node, self.count
+        self.waiters: list[list[int]] = [[] for _ in range(count)]  # ops that wait, steps ahead * count added
+        self.target = [step * count + i for step in range(3) for i in node]  # their nodes, numbered alike
+        first, later, stale = [0] * count, [0] * count, [0] * count
         for i, needs in enumerate(self.program.dependencies):
             first[node[i]] += len(needs)
             for d in needs:
@@ -100,9 +101,11 @@ class _Engine:
         for i, needs in enumerate(self.program.carried):
             if needs:
                 for d in needs:
-                    one_step = self.program.lag(i, d) == 1
-                    (later if one_step else stale)[node[i]] += 1
-                    (self.waiters_next if one_step else self.waiters_stale)[node[d]].append(i)
+                    lag = self.program.lag(i, d)
+                    (later if lag == 1 else stale)[node[i]] += 1
+                    self.waiters[node[d]].append(lag * count + i)
+        for ahead in self.waiters:
+            ahead.sort()
         second = [a + b for a, b in zip(first, later, strict=True)]
         self.unmet = first + second * min(self.num_steps - 1, 1)
         self.unmet += [a + b for a, b in zip(second, stale, strict=True)] * (self.num_steps - 2)
@@ -145,7 +148,7 @@ class _Engine:
             for k in range(0, self.total, self.count):
                 for i in members[1:]:
                     self.start[k + i], self.end[k + i] = self.start[k + first], self.end[k + first]
-        return Timeline(self.program, self.num_steps, self.ready, self.start, self.end)
+        return Timeline(self.program, self.num_steps, *(array("d", x) for x in (self.ready, self.start, self.end)))
 
     def _run(self, lane: int) -> Generator[simpy.Event, None, None]:
         """A lane: wait for the end of its current op, release what waits for it, go on."""
@@ -216,28 +219,27 @@ class _Engine:
 
     def _release(self, k: int, woken: list[int]) -> None:
         """Op ``k`` is done: count down what waits for it; lanes that can go on now are appended to ``woken``."""
-        now = self.env.now
+        now, count, total = self.env.now, self.count, self.total
         self.end[k] = now
-        count, node, unmet = self.count, self.node, self.unmet
+        ready, unmet, target = self.ready, self.unmet, self.target
         i = k % count
         base = k - i
-        for waiters in (self.waiters[i], self.waiters_next[i], self.waiters_stale[i]):
-            if base < self.total:
-                for j in waiters:
-                    self.ready[base + j] = now
-                    waiting = base + node[j]
-                    left = unmet[waiting] - 1
-                    unmet[waiting] = left
-                    if not left:
-                        lane = self.lane[j]
-                        if self.by_deadline[lane]:
-                            self._offer(lane, waiting)
-                            if self.head[lane] == _IDLE:
-                                self.head[lane] = _BUSY
-                                woken.insert(0, lane)  # last, when all that is ready now has been offered
-                        elif self.head[lane] == waiting:
-                            woken.append(lane)
-            base += count
+        for j in self.waiters[i]:
+            if base + j >= total:
+                break  # beyond the last step; these stand at the end
+            ready[base + j] = now
+            waiting = base + target[j]
+            left = unmet[waiting] - 1
+            unmet[waiting] = left
+            if not left:
+                lane = self.lane[j % count]
+                if self.by_deadline[lane]:
+                    self._offer(lane, waiting)
+                    if self.head[lane] == _IDLE:
+                        self.head[lane] = _BUSY
+                        woken.insert(0, lane)  # last, when all that is ready now has been offered
+                elif self.head[lane] == waiting:
+                    woken.append(lane)
 
     def _offer(self, lane: int, k: int) -> None:
         i = k % self.count

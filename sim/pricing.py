@@ -6,7 +6,7 @@ Everything that moves bytes follows the hardware's routes; on device ``cpu`` eve
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spipe.model import PassName
 from spipe.ops import COMPUTE, PARTNER, RECVS, Kind
@@ -25,8 +25,8 @@ _BRIEF_SHARE = 100.0
 # Part of a rank's cores that one STEP alone keeps busy, where several may run at a time: together they are 1.2 times as
 # fast. One value for all hardware, chosen like the one below.
 _STEP_CORES = 5 / 6
-# Part of a link's bandwidth that kernels reach which move a message over PCIe (copy engines reach all of it). One value
-# for all hardware, chosen on the rows of both published clusters that constants are fitted to.
+# Part of an accelerator's link that kernels reach which move a message over PCIe (copy engines reach all of it). One
+# value for all hardware, chosen on the rows of both published clusters that constants are fitted to.
 _KERNEL_RATE = 0.25
 
 Part = tuple[Route, float]
@@ -163,16 +163,19 @@ class Pricing:
     def by_kernel(self, route: Route) -> bool:
         """Whether messages on a route are moved over PCIe by kernels, which hold up the kernels that compute.
 
-        The sender's kernel writes to the other accelerator, or to host memory, from where the receiver's kernel reads.
-        Not so over NVLink, where it is too short to matter, and with GPUDirect RDMA, where the network card does it.
+        The sender's kernel writes to the other accelerator, to the network card's buffer, or to host memory, from where
+        the receiver's kernel reads. Not so over NVLink, where it is too short to matter.
         """
-        if route.is_remote and self.hardware.gpu_direct_rdma:
-            return False
         return not all("nvswitch" in self.edges[edge].name for edge in route.edges)
 
     def message_bandwidth(self, route: Route) -> float:
         """Bytes per second of a message between accelerators that is alone."""
-        return self.bandwidth(route) * (_KERNEL_RATE if self.by_kernel(route) else 1.0)
+        if not self.by_kernel(route):
+            return self.bandwidth(route)
+        edges = [self.edges[edge] for edge in route.edges]
+        return min(
+            [self.bandwidth(route), *(_KERNEL_RATE * e.bandwidth_bytes_per_s for e in edges if e.of_accelerator)]
+        )
 
     def threads(self, i: int) -> list[tuple[int, float]]:
         """(rank, cores) of a copy on device ``cpu``; a message keeps first one side busy and then the other."""
@@ -208,7 +211,7 @@ class Pricing:
                 host = hardware.host_of(self.owner[layer])
                 size = model.num_parameters(range(layer, layer + 1)) * model.element_bytes
                 by_host[host] = by_host.get(host, 0.0) + size
-            return [(hardware.route(("memory", host), target), size) for host, size in by_host.items()]
+            return [(self.copy_route(("memory", host), target), size) for host, size in by_host.items()]
         if kind is Kind.OFFLOAD_GRAD:
             num_bytes = model.num_parameters(self.bucket(i)) * model.gradient_element_bytes
         elif kind is Kind.STORE_WEIGHTS:
@@ -223,7 +226,22 @@ class Pricing:
             return []
         if kind in _MESSAGES:
             return [(self.message_topology.route(source, target), num_bytes)]
-        return [(hardware.route(source, target), num_bytes)]
+        return [(self.copy_route(source, target), num_bytes)]
+
+    def copy_route(self, source: Place, target: Place) -> Route:
+        """The way of a copy; from or to pageable memory a core copies every byte once more, in the rank's host."""
+        route, cpu = self.hardware.route(source, target), self.hardware.cpu
+        ends = [place for place in (source, target) if place[0] == "gpu"]
+        if cpu.page_locked or cpu.pageable_bytes_per_s is None or len(ends) == 2:
+            return route
+        bounce = self.hardware.host_of(ends[0][1])
+        accesses = dict(route.memory_accesses)
+        accesses[bounce] = accesses.get(bounce, 0) + 2
+        return replace(
+            route,
+            bandwidth_bytes_per_s=min(route.bandwidth_bytes_per_s, cpu.pageable_bytes_per_s),
+            memory_accesses=tuple(sorted(accesses.items())),
+        )
 
     def bucket(self, i: int) -> range:
         """Layers of a weight op."""
@@ -239,7 +257,7 @@ class Pricing:
         num_bytes = math.fsum(size for _, size in parts)
         width = self.message_bandwidth if by_kernel and not threads else self.bandwidth
         bandwidth_s = math.fsum(size / width(route) for route, size in parts)
-        seconds = bandwidth_s + math.fsum(route.latency_s for route, _ in parts) + overhead
+        seconds = bandwidth_s + math.fsum(route.latency_s + route.staging_s(size) for route, size in parts) + overhead
         if threads:
             return seconds, self.on_cores(seconds, threads, parts, _BRIEF_SHARE)
         if bandwidth_s < 0.5 * seconds or bandwidth_s == 0:

@@ -1,5 +1,6 @@
 """Simulate a plan: step time, throughput, utilisation, attributed bubbles, memory."""
 
+from array import array
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -99,7 +100,7 @@ class Simulation:
                 seconds * (threads if kind == Kind.STEP else 0.5 if partner >= 0 else 1.0)
                 for kind, partner, seconds in zip(kinds, partners, self.costs.seconds, strict=True)
             ]
-            trace.cpu_s = used * self.timeline.num_steps
+            trace.cpu_s = array("d", used * self.timeline.num_steps)
         return trace
 
     @cached_property

@@ -1,6 +1,6 @@
 """Validation: hold the simulator against a table of published runs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -13,6 +13,7 @@ from spipe.layout import Stage
 from spipe.memory import layer_bytes, memory
 from spipe.plan import ELEMENT_BYTES, Plan
 from spipe.sim.published import FITTED_TO, NAMES, Run, Selection, cluster_hardware, read_runs
+from spipe.sim.refit import Refit, refit
 from spipe.sim.simulation import simulate
 from spipe.sim.zero3 import zero3
 
@@ -73,6 +74,8 @@ class Validation:
 
     rows: list[Row]
     skipped: list[dict[str, Any]] = field(default_factory=list)
+    fitted: dict[str, Refit] = field(default_factory=dict)
+    """By cluster, the constants that were fitted for this validation; else those of the hardware files count."""
 
     def clusters(self) -> list[str]:
         return list(dict.fromkeys(row.run.cluster for row in self.rows))
@@ -132,6 +135,7 @@ class Validation:
             "order_agreement": self.order_agreement,
             "oom_agreement": self.oom_agreement,
             "skipped": self.skipped,
+            "fitted_constants": {cluster: found.to_json() for cluster, found in self.fitted.items()},
         }
 
 
@@ -165,10 +169,7 @@ def predict(run: Run, hardware: HardwareSpec, used_for: str = "judge") -> Row:
             sequence=run.sequence,
             precision="fp16",
         )
-        usable = cluster.cpu.usable_memory_bytes
-        short = step.host_bytes > usable
-        problem = f"a host needs {step.host_bytes / 1e9:.0f} GB of {usable / 1e9:.0f} GB usable"
-        return Row(run, used_for, step.makespan_s, None, (problem,) if short else ())
+        return Row(run, used_for, step.makespan_s, None, step.problems)
     plan = run.plan(hardware)
     simulation = simulate(plan, num_steps=1)
     return Row(run, used_for, simulation.makespan_s, simulation.gpu_time_s, published_problems(plan, run.system))
@@ -217,18 +218,23 @@ def _peak_bytes(plan: Plan, rank: int) -> float:
 
 
 def validate(
-    table: str | Path | Sequence[Run], hardware: HardwareSpec | None = None, fit: str | None = None
+    table: str | Path | Sequence[Run],
+    hardware: HardwareSpec | None = None,
+    fit: str | None = None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Validation:
     """Simulate every row of a table.
 
     Args:
         table: a file in the format of ``spipe.sim.published``, or its rows.
         hardware: only the rows of this cluster, on this hardware; None: all rows, on the built-in clusters.
-        fit: rows that constants were fitted to, such as ``figure=9,model=10|30``, or ``none``; None: what the built-in
-            clusters were fitted to. They are reported apart and judge nothing.
+        fit: rows such as ``figure=9,model=10|30``, to which each cluster's constants are fitted (``spipe.sim.refit``)
+            before anything is judged; ``none``: the hardware as it is, and all rows judge. None: the hardware as it is,
+            and the rows that the built-in clusters were fitted to judge nothing.
+        progress: told what takes long.
 
     Raises:
-        SpipeError: if the table cannot be read, or its clusters are not known.
+        SpipeError: if the table cannot be read, its clusters are not known, or the rows are too few to fit to.
     """
     runs = read_runs(table) if isinstance(table, str | Path) else list(table)
     clusters = {cluster: _hardware(cluster, hardware, runs) for cluster in dict.fromkeys(run.cluster for run in runs)}
@@ -238,6 +244,16 @@ def validate(
             f"{', '.join(clusters)}"
         )
     chosen = None if fit is None else Selection.parse(fit)
+    fitted: dict[str, Refit] = {}
+    if chosen is not None and chosen.wanted is not None:
+        for cluster, given in clusters.items():
+            mine = [run for run in runs if run.cluster == cluster and run in chosen]
+            if given is not None and mine:
+                progress(f"fitting {given.name} to {fit}")
+                fitted[cluster] = refit(mine, given)
+                clusters[cluster] = fitted[cluster].hardware
+        if not fitted:
+            raise SpipeError(f"--fit {fit!r} selects no row of these clusters; say figure=9, model=10 or the like")
     rows: list[Row] = []
     skipped: list[dict[str, Any]] = []
     for run in runs:
@@ -250,7 +266,7 @@ def validate(
             rows.append(predict(run, spec, "fit" if run in selection else "judge"))
         except SpipeError as error:
             skipped.append({"line": run.line, "reason": str(error)})
-    return Validation(rows, skipped)
+    return Validation(rows, skipped, fitted)
 
 
 def _hardware(cluster: str, given: HardwareSpec | None, runs: Sequence[Run]) -> HardwareSpec | None:

@@ -90,6 +90,11 @@ class Cpu(Spec):
     """Fixed cost of one optimizer op."""
     page_lock_bytes_per_s: Positive | None = None
     """Speed at which memory is page-locked, once at the start."""
+    page_locked: bool = True
+    """Whether accelerators copy from and to weights, gradients and activations in host memory directly. If not, a core
+    copies every piece to or from a page-locked buffer first."""
+    pageable_bytes_per_s: Positive | None = None
+    """Bandwidth of an accelerator's copy from or to pageable memory."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -97,6 +102,10 @@ class Cpu(Spec):
             raise ValueError(
                 f"usable_memory_bytes = {self.usable_memory_bytes:.6g} should not exceed "
                 f"memory_bytes = {self.memory_bytes:.6g}"
+            )
+        if not self.page_locked and self.pageable_bytes_per_s is None:
+            raise ValueError(
+                "page_locked = false needs pageable_bytes_per_s: how fast an accelerator copies from pageable memory"
             )
         if self.num_domains > self.cores:
             raise ValueError(f"num_domains = {self.num_domains} should not exceed cores = {self.cores}")
@@ -185,7 +194,9 @@ class HardwareSpec(Spec):
     peer_to_peer: bool
     """Accelerators of a host copy to each other directly, not through host memory."""
     gpu_direct_rdma: bool = False
-    """Network cards read and write accelerator memory directly."""
+    """Network cards read and write accelerator memory directly; otherwise data bounces through host memory."""
+    staging_piece_bytes: NonNegative = 0.0
+    """Pieces in which data moves that is staged in host memory; 0: so fine that its hops overlap completely."""
     accelerator: Accelerator
     cpu: Cpu
     links: tuple[Link, ...]
@@ -232,7 +243,14 @@ class HardwareSpec(Spec):
     @property
     def topology(self) -> Topology:
         """The expanded graph of links. Keep it in a variable where routes are looked up often."""
-        return topology(self.links, self.num_hosts, self.ranks_per_host, self.peer_to_peer, self.gpu_direct_rdma)
+        return topology(
+            self.links,
+            self.num_hosts,
+            self.ranks_per_host,
+            self.peer_to_peer,
+            self.gpu_direct_rdma,
+            self.staging_piece_bytes,
+        )
 
     def edges(self) -> tuple[Edge, ...]:
         """All capacities that transfers share, by edge number."""

@@ -82,12 +82,12 @@ class Program:
 
     def stage_name(self, stage: int) -> str:
         """``F3``, ``B5`` or ``R2`` for a stage number."""
-        num_forward, num_backward = len(self.layout.forward), len(self.layout.backward)
-        if stage < num_forward:
-            return f"F{stage}"
-        if stage < num_forward + num_backward:
-            return f"B{stage - num_forward}"
-        return f"R{stage - num_forward - num_backward}"
+        return self._stage_names[stage]
+
+    @cached_property
+    def _stage_names(self) -> list[str]:
+        counts = (("F", len(self.layout.forward)), ("B", len(self.layout.backward)), ("R", self.layout.num_ranks))
+        return [f"{letter}{k}" for letter, count in counts for k in range(count)]
 
     def layers(self, stage: int) -> range:
         """Layers of a stage number; empty for a rank-wide pseudo-stage."""
@@ -117,10 +117,10 @@ class Program:
         """Op ``i`` as an object."""
         return Op(Kind(self.kind[i]), self.stage_name(self.stage[i]), self.index[i], self.visit[i])
 
-    @cached_property
+    @property
     def ops(self) -> tuple[Op, ...]:
         """All ops as objects, in global order."""
-        return tuple(self.op(i) for i in range(len(self)))
+        return tuple(map(self.op, range(len(self))))
 
     def of_rank(self, rank: int) -> list[int]:
         """The rank's issue order."""

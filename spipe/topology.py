@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
@@ -85,10 +86,15 @@ class Edge:
     bandwidth_bytes_per_s: float
     latency_s: float
 
+    @property
+    def of_accelerator(self) -> bool:
+        """Whether an accelerator is at one of its ends."""
+        return "/gpu" in self.name
+
 
 @dataclass(frozen=True)
 class Route:
-    """The way of a transfer. Data that is staged in memory moves in pieces: all edges are busy at the same time."""
+    """The way of a transfer. Data staged in host memory moves in pieces: all edges are busy at the same time."""
 
     edges: tuple[int, ...]
     """Numbers of all edges in use, in travel order; both-directions capacities follow at the end."""
@@ -99,10 +105,25 @@ class Route:
     """(host, how often each byte is read from or written to that host's memory): staging counts 2."""
     is_remote: bool
     """Between two hosts."""
+    hops_bytes_per_s: tuple[float, ...] = ()
+    """Bandwidth of each part between stops in host memory; empty for a direct way."""
+    piece_bytes: float = 0.0
+    """Size of the pieces in which staged data moves."""
 
     def seconds(self, num_bytes: float) -> float:
         """Time of a transfer that is alone."""
-        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s + self.staging_s(num_bytes)
+
+    def staging_s(self, num_bytes: float) -> float:
+        """What staging adds: one piece passes every hop but the slowest before (or after) that one is busy.
+
+        Data that fits into one piece is stored and forwarded: its hops do not overlap at all.
+        """
+        if not self.hops_bytes_per_s:
+            return 0.0
+        slowest = min(self.hops_bytes_per_s)
+        piece = min(self.piece_bytes, num_bytes)
+        return piece * (math.fsum(1 / width for width in self.hops_bytes_per_s) - 1 / slowest)
 
 
 @dataclass(frozen=True)
@@ -117,12 +138,19 @@ class Topology:
     """All nodes and edges of the machine, and the routes between accelerators and memories."""
 
     def __init__(
-        self, links: tuple[Link, ...], num_hosts: int, ranks_per_host: int, peer_to_peer: bool, gpu_direct_rdma: bool
+        self,
+        links: tuple[Link, ...],
+        num_hosts: int,
+        ranks_per_host: int,
+        peer_to_peer: bool,
+        gpu_direct_rdma: bool,
+        piece_bytes: float = 0.0,
     ) -> None:
         self.num_hosts = num_hosts
         self.ranks_per_host = ranks_per_host
         self.peer_to_peer = peer_to_peer
         self.gpu_direct_rdma = gpu_direct_rdma
+        self.piece_bytes = piece_bytes
         self._hops: dict[Node, list[_Hop]] = {}
         self._routes: dict[tuple[Place, Place], Route] = {}
         edges: list[Edge] = []
@@ -211,12 +239,17 @@ class Topology:
         shared = Counter(edge for hop in path for edge in hop.edges[1:])
         widths = [hop.bandwidth_bytes_per_s for hop in path]
         widths += [self.edges[edge].bandwidth_bytes_per_s / times for edge, times in shared.items()]
+        stops = [i + 1 for i, hop in enumerate(path[:-1]) if hop.target.kind == "memory"]
+        bounds = [0, *stops, len(path)]
+        parts = [min(hop.bandwidth_bytes_per_s for hop in path[a:b]) for a, b in pairwise(bounds)] if stops else []
         return Route(
             edges=edges + tuple(shared),
             bandwidth_bytes_per_s=min(widths),
             latency_s=math.fsum(hop.latency_s for hop in path),
             memory_accesses=tuple(sorted(accesses.items())),
             is_remote=remote,
+            hops_bytes_per_s=tuple(parts),
+            piece_bytes=self.piece_bytes,
         )
 
     def _host(self, place: Place) -> int:

@@ -7,6 +7,7 @@ there. ``end``: it was done. ``cpu_s``: processor time it used, where the op ran
 
 import json
 import math
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,12 +45,12 @@ class Trace:
     names: Sequence[str]
     ranks: Sequence[int]
     lanes: Sequence[str]
-    step: list[int] = field(default_factory=list)
-    op: list[int] = field(default_factory=list)
-    ready_s: list[float] = field(default_factory=list)
-    start_s: list[float] = field(default_factory=list)
-    end_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
+    step: "array[int]" = field(default_factory=lambda: array("l"))
+    op: "array[int]" = field(default_factory=lambda: array("l"))
+    ready_s: "array[float]" = field(default_factory=lambda: array("d"))
+    start_s: "array[float]" = field(default_factory=lambda: array("d"))
+    end_s: "array[float]" = field(default_factory=lambda: array("d"))
+    cpu_s: "array[float]" = field(default_factory=lambda: array("d"))
     notes: dict[tuple[int, int], str] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
 
@@ -59,7 +60,7 @@ class Trace:
         lanes = [str(lane) for lane in program.lanes]
         return cls(
             source,
-            [str(op) for op in program.ops],
+            [str(program.op(i)) for i in range(len(program))],
             program.rank,
             [lanes[lane] for lane in program.lane],
             metadata=metadata,

@@ -21,13 +21,14 @@ from spipe.cli.common import (
     whole_number,
     writing,
 )
-from spipe.errors import unknown
+from spipe.errors import SpipeError, unknown
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from spipe.sim import SearchResult, Simulation
     from spipe.sim.search import Progress
+    from spipe.sim.zero3 import Zero3
 
 
 def search(
@@ -227,6 +228,9 @@ def simulate(
     contention: Annotated[
         bool, typer.Option("--contention/--no-contention", help="Whether transfers and CPU work share what they use.")
     ] = True,
+    zero3: Annotated[
+        bool, typer.Option("--zero3", help="The same job with DeepSpeed's ZeRO-3 and CPU offload, for comparison.")
+    ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say what limits the plan, and what one better part would buy.")
     ] = False,
@@ -241,10 +245,27 @@ def simulate(
       spipe simulate plan.json --trace trace.json       open it at ui.perfetto.dev
       spipe simulate plan.json --hardware hardware.toml
       spipe simulate plan.json --explain
+      spipe simulate plan.json --zero3 --json zero3.json
     """
     output = Output(json_file, force, (trace,))
     chosen = load_plan(plan)
     override = load_override(hardware)
+    if zero3:
+        if trace is not None or explain:
+            raise SpipeError("--zero3 simulates another system than the plan's: it goes without --trace and --explain")
+        from spipe.sim.zero3 import ranks_only
+        from spipe.sim.zero3 import zero3 as simulate_zero3
+
+        step = simulate_zero3(
+            chosen.model,
+            ranks_only(override or chosen.hardware, chosen.layout.num_ranks),
+            global_batch=chosen.global_batch,
+            microbatch_size=chosen.microbatch_size,
+            sequence=chosen.sequence,
+            precision=chosen.precision,
+        )
+        output.show(step.to_json(), lambda console: show_zero3(console, step))
+        return
 
     from spipe import sim
 
@@ -299,6 +320,22 @@ def show_simulation(console: "Console", simulation: "Simulation") -> None:
     for problem in simulation.memory.problems:
         console.print(f"does not fit: {problem}", soft_wrap=True)
     show.notes(console, simulation.notes)
+
+
+def show_zero3(console: "Console", step: "Zero3") -> None:
+    """A ZeRO-3 step: times, idle time by cause, memory."""
+    result = step.to_json()
+    whole = sum(result["busy_s"]) + result["idle_s"]
+    console.print(f"ZeRO-3 with parameters and optimizer in CPU memory, {step.num_ranks} ranks of {result['hardware']}")
+    console.print(f"step {step.makespan_s:.4g} s, {result['predicted']['tokens_per_s']:.4g} tokens/s")
+    shares = [f"{100 * seconds / whole:.1f} % {cause}" for cause, seconds in result["bubbles"].items() if seconds > 0]
+    console.print(f"compute lanes: {100 * sum(result['busy_s']) / whole:.1f} % busy, idle: {', '.join(shares)}")
+    console.print(f"host memory: {step.host_bytes / 1e9:.1f} GB a host")
+    for problem in step.problems:
+        console.print(f"does not fit: {problem}", soft_wrap=True)
+    from spipe import show
+
+    show.notes(console, step.notes)
 
 
 COMMANDS = (search, simulate)

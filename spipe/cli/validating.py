@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spipe.cli.common import Force, JsonFile, Output, load_override
+from spipe.cli.common import Force, JsonFile, Output, load_override, progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +24,9 @@ def validate(
     fit: Annotated[
         str | None,
         typer.Option(
-            "--fit", metavar="ROWS", help="Rows used for fitting, which judge nothing: figure=9,model=10|30, or none."
+            "--fit",
+            metavar="ROWS",
+            help="Fit the cluster's constants to these rows first (about a minute): figure=9,model=10|30, or none.",
         ),
     ] = None,
     json_file: JsonFile = None,
@@ -33,7 +35,7 @@ def validate(
     """Hold the simulator against a table of published runs: errors per row and system, order, memory.
 
     Columns: jobid,name,cluster,model_size,mubs,mbs,nnode,seq,tflops,elapsed_time_ms,gpu_latency. Rows that the
-    constants of a cluster were fitted to are reported apart.
+    constants of a cluster were fitted to are reported apart: without --fit, those of the built-in hardware.
 
     \b
     Examples:
@@ -46,7 +48,7 @@ def validate(
 
     from spipe.sim.validation import validate as run
 
-    result = run(table, spec, fit)
+    result = run(table, spec, fit, progress)
     output.show(result.to_json(), lambda console: show_validation(console, result))
 
 
@@ -83,6 +85,9 @@ def show_validation(console: "Console", result: "Validation") -> None:
                 table.add_row(cluster, system, str(step["num_rows"]), *_three(step), *_three(gpu))
         if table.row_count:
             console.print(table)
+    for cluster, fitted in result.fitted.items():
+        values = ", ".join(f"{name} {value:.4g} {fitted.units[name]}" for name, value in fitted.values.items())
+        console.print(f"\n{cluster}, fitted to {fitted.num_rows} rows: {values}", soft_wrap=True)
     order, oom = result.order_agreement, result.oom_agreement
     console.print(
         f"\norder of systems where they differ by more than 5 %: {order['num_agreeing']} of {order['num_pairs']} pairs"

@@ -412,3 +412,20 @@ def test_specs_are_frozen_and_checked_when_built_directly() -> None:
         Cpu(**(dict(cpu) | {"cores": 0}))
     with pytest.raises(SpipeError, match="unit_block_s = inf should be"):
         UnitCost(unit_block_s=math.inf)
+
+
+def test_staged_data_moves_in_pieces() -> None:
+    hardware = load_hardware("rtx3090-cluster")
+    fine, coarse, whole = (hardware.replace(staging_piece_bytes=size) for size in (0.0, 1e6, 1e9))
+    routes = [spec.route(("gpu", 0), ("gpu", 4)) for spec in (fine, coarse, whole)]
+    pcie, network = 8.15e9, 8e9  # accelerator -> memory -> memory -> accelerator
+    assert routes[0].hops_bytes_per_s == pytest.approx((pcie, network, pcie))
+    assert routes[0].staging_s(1e7) == 0
+    assert routes[1].staging_s(1e7) == pytest.approx(2e6 / pcie)  # one piece before and one after the slowest hop
+    assert routes[2].seconds(1e7) == pytest.approx(routes[2].latency_s + 1e7 * (2 / pcie + 1 / network))
+    assert hardware.route(("memory", 0), ("gpu", 0)).staging_s(1e7) == 0
+
+
+def test_pageable_memory_needs_its_rate() -> None:
+    with pytest.raises(SpipeError, match="page_locked = false needs pageable_bytes_per_s"):
+        load_hardware("v100x4").override({"cpu.page_locked": False})

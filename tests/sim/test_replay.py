@@ -80,7 +80,7 @@ def test_columns_are_replayed_as_if_alone(plan: Plan, random: Random) -> None:
         )
         alone = play(program, changed, 2, contention=False)
         ends = np.concatenate([end[own.node, column] for _, end in together])
-        assert ends.tolist() == alone.end_s
+        assert ends.tolist() == list(alone.end_s)
 
 
 @settings(max_examples=40, deadline=None)

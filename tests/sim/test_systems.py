@@ -168,3 +168,66 @@ def test_a_run_refuses_what_only_the_simulator_knows(
     forward = 1 if SCHEDULES[schedule].simulated_only else 2
     with pytest.raises(SpipeError, match=f"{named}.*the runtime does not"):
         run(plan(schedule, forward, **options), steps=1, output=tmp_path / "run")
+
+
+def test_pageable_memory_slows_copies_and_loads_host_memory() -> None:
+    locked = plan("spipe", 2, hardware="v100x4")
+    pageable = locked.hardware.override({"cpu.page_locked": False, "cpu.pageable_gb_per_s": 4})
+    program = locked.program()
+    fetch = program.kind.index(Kind.FETCH)
+    quick, slow = (Pricing(CostModel.of(locked, hardware), program) for hardware in (locked.hardware, pageable))
+    assert quick.parts(fetch)[0][0].bandwidth_bytes_per_s == pytest.approx(13.4e9)
+    assert slow.parts(fetch)[0][0].bandwidth_bytes_per_s == pytest.approx(4e9)
+    assert slow.parts(fetch)[0][0].memory_accesses == ((0, 3),)
+    assert simulate(locked, hardware=pageable).step_s > simulate(locked).step_s
+
+
+def test_bounce_buffers_slow_remote_messages() -> None:
+    chosen = make_plan(
+        load_model("30b"),
+        load_hardware("v100-cluster").resized(num_hosts=2),
+        schedule="spipe",
+        forward_stages=2,
+        backward_stages=6,
+        global_batch=32,
+        microbatch_size=2,
+        sequence=1024,
+        precision="fp16",
+    )
+    steps = [
+        simulate(chosen, hardware=chosen.hardware.override(change)).step_s
+        for change in (
+            {},
+            {"gpu_direct_rdma": False},
+            {"gpu_direct_rdma": False, "staging_piece_mib": 32},
+        )
+    ]
+    assert steps[0] < steps[1] < steps[2]
+
+
+def test_zero3_in_the_form_of_a_simulated_plan() -> None:
+    from spipe.metrics import CAUSES
+    from spipe.sim.zero3 import zero3
+
+    step = zero3(
+        load_model("10b"),
+        load_hardware("v100x4"),
+        global_batch=16,
+        microbatch_size=2,
+        sequence=1024,
+        precision="fp16",
+    )
+    result = step.to_json()
+    assert set(result["bubbles"]) == set(CAUSES)
+    assert sum(result["bubbles"].values()) == pytest.approx(result["idle_s"])
+    assert sum(result["busy_s"]) + result["idle_s"] == pytest.approx(4 * step.makespan_s)
+    assert result["bubbles"]["transfer"] >= 4 * step.collective_s > 0
+    with pytest.raises(SpipeError, match="use a multiple of 8"):
+        zero3(
+            load_model("10b"),
+            load_hardware("v100x4"),
+            global_batch=12,
+            microbatch_size=2,
+            sequence=1024,
+            precision="fp16",
+        )

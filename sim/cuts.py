@@ -190,7 +190,8 @@ def descend(
     while judged < budget:
         around = list(freedom.neighbours(cuts))
         random.shuffle(around)
-        for begin in range(0, min(len(around), budget - judged), width):
+        del around[budget - judged :]
+        for begin in range(0, len(around), width):
             some = around[begin : begin + width]
             scores = retiming.scores(some)
             judged += len(some)

@@ -107,6 +107,7 @@ def search(
     executor: Executor | None = None,
     progress: Progress | None = None,
     max_simulations: int = 48,
+    effort: float = 1.0,
     full_forward: bool = False,
     max_rank_bytes: float | None = None,
     max_host_bytes: float | None = None,
@@ -127,6 +128,7 @@ def search(
             same for any.
         progress: see ``Progress``.
         max_simulations: at most so many candidates are simulated before options are varied.
+        effort: how many candidates are looked at, against the usual number; less than 0.5 also varies options only once.
         full_forward: forward also covers what the top backward stage recomputes anyway (the published schedule).
         max_rank_bytes, max_host_bytes: what a plan may use of an accelerator and of a host, if less than there is.
         plan_fields: further arguments of ``make_plan``; ``options`` given here are kept.
@@ -142,6 +144,8 @@ def search(
         raise unknown("cuts", cuts, CUTS)
     if max_simulations < 1:
         raise SpipeError(f"max_simulations = {max_simulations} should be at least 1")
+    if not 0 < effort < math.inf:
+        raise SpipeError(f"effort = {effort!r} should be more than 0 and finite")
     model.check_sequence(sequence)
     precision = precision or default_precision(hardware)
     hardware.accelerator.peak(precision)
@@ -175,7 +179,8 @@ def search(
         full_forward,
         job.cost_model,
     )
-    return _Search(job, space, cuts, executor, progress or (lambda done, total, best: None), max_simulations).run()
+    progress = progress or (lambda done, total, best: None)
+    return _Search(job, space, cuts, executor, progress, max_simulations, effort).run()
 
 
 def default_precision(hardware: HardwareSpec) -> str:
@@ -230,9 +235,10 @@ class _Search:
         executor: Executor | None,
         progress: Progress,
         max_simulations: int,
+        effort: float,
     ) -> None:
         self.job, self.space, self.cuts, self.executor = job, space, cuts, executor
-        self.progress, self.max_simulations = progress, max_simulations
+        self.progress, self.max_simulations, self.effort = progress, max_simulations, effort
         self.rejected: list[dict[str, Any]] = []
         self.nearest: tuple[tuple[int, float, float], Candidate, MemoryReport] | None = None
         self.too_big: dict[tuple[object, ...], tuple[int, str]] = {}  # candidate shape -> smallest microbatch, reason
@@ -309,7 +315,7 @@ class _Search:
         chosen = []
         for candidate in candidates:
             ops, ranked = ops + candidate.num_ops, ranked + 1
-            if ops > RANKED_OPS and ranked > MIN_RANKED:
+            if ops > self.effort * RANKED_OPS and ranked > MIN_RANKED:
                 break
             chosen.append(candidate)
         if self.ranking is simulated:
@@ -361,7 +367,7 @@ class _Search:
             for candidate in wave:
                 if self.replayed[candidate].step_s < self.best_s(self.simulated):  # type: ignore[operator]
                     ops, asked = ops + candidate.num_ops, asked + 1
-                    if asked <= self.max_simulations and (ops <= SIMULATED_OPS or asked <= MIN_SIMULATED):
+                    if asked <= self.max_simulations and (ops <= self.effort * SIMULATED_OPS or asked <= MIN_SIMULATED):
                         left.append(candidate)
             self.ask(simulated, left, self.simulated)
         if asked > self.max_simulations:
@@ -391,7 +397,7 @@ class _Search:
 
     def vary(self) -> None:
         """Try single options and other places for the ranks, and improve the cuts again with what was kept."""
-        for _ in range(3):
+        for _ in range(3 if self.effort >= 0.5 else 1):
             best = self.best_of(self.simulated, 1)[0]
             found: dict[Candidate, Verdict] = {}
             self.ask(simulated, list(self.variations(best.candidate)), found)

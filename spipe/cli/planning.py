@@ -84,6 +84,9 @@ def search(
     max_simulations: Annotated[
         int, typer.Option(parser=Count, metavar="N", help="Candidates that the engine judges.")
     ] = 48,
+    effort: Annotated[
+        float, typer.Option(parser=positive, metavar="X", help="Candidates looked at, against the usual number.")
+    ] = 1.0,
     workers: Annotated[
         int, typer.Option(parser=whole_number(0), metavar="N", help="Processes; 0 for all cores. Same plan for any.")
     ] = 0,
@@ -143,6 +146,7 @@ def search(
             executor=executor,
             progress=search_progress(),
             max_simulations=max_simulations,
+            effort=effort,
             full_forward=full_forward,
             max_rank_bytes=max_gpu_memory and max_gpu_memory * 2**30,
             max_host_bytes=max_host_memory and max_host_memory * 2**30,

@@ -3,9 +3,10 @@
     python scripts/bench_search.py --json bench.json
     python scripts/bench_search.py --case published --case 'whole 10b' --json bench.json
 
-Global batch 4N sequences of 1024 tokens in microbatches of two on N GPUs, all in use. ``published``: the published order
-(barrier, full forward, whole-stage buckets), so that only the cuts are free; ``whole``: everything is; ``calibrated``:
-everything, on the clusters that were fitted to measured runs, contention included. Every case has processes of its own.
+Global batch 4N sequences of 1024 tokens in microbatches of two on N GPUs, all in use. ``published``: the published
+order (barrier, full forward, whole-stage buckets), so that only the cuts are free; ``whole``: everything is;
+``calibrated``: everything, on the clusters that were fitted to measured runs, contention included. Every case has
+processes of its own.
 """
 
 import argparse
@@ -85,8 +86,8 @@ def main() -> None:
         rows.append(row)
         print(
             f"{row['name']:32} gain {100 * row['gain']:5.1f} %  gap {100 * row['gap']:5.1f} %  "
-            f"{row['seconds']:6.1f} s (cpu {row['cpu_seconds']:.1f} s)  simulated {row['simulated']}, ranked or discarded "
-            f"{row['discarded']}  {row['peak_bytes'] / 2**20:.0f} MiB  {row['plan']}",
+            f"{row['seconds']:6.1f} s (cpu {row['cpu_seconds']:.1f} s)  simulated {row['simulated']}, ranked or "
+            f"discarded {row['discarded']}  {row['peak_bytes'] / 2**20:.0f} MiB  {row['plan']}",
             flush=True,
         )
         if arguments.json is not None:

@@ -1,4 +1,4 @@
-"""Judging candidates: does it fit, how fast is it, and do other cuts make it faster. Work for the processes of a search.
+"""Judging candidates: do they fit, how fast are they, do other cuts make them faster. Work for a search's processes.
 
 A job and a candidate go out, a verdict comes back; both are small. Nothing here depends on what other candidates were
 found to be, so that a search gives the same result for any number of processes.

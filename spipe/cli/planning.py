@@ -183,6 +183,7 @@ def search_data(result: "SearchResult") -> dict[str, Any]:
         "lower_bound_s": result.lower_bound_s,
         "limit": result.limit,
         "gap": result.gap,
+        "interval_s": result.interval_s,
         "counts": result.counts,
         "candidates": result.candidates,
         "front": result.front,
@@ -211,7 +212,11 @@ def certificate(result: "SearchResult") -> str:
     from spipe import show
 
     counts = result.counts
-    return (
+    spread = ""
+    if result.interval_s is not None:
+        low, high = result.interval_s
+        spread = f"by the spread of what was measured, a step takes {show.seconds(low)} to {show.seconds(high)}\n"
+    return spread + (
         f"within {100 * result.gap:.1f} % of what this hardware can do: no plan of this search has a step shorter than "
         f"{show.seconds(result.lower_bound_s)} ({result.limit})\n"
         f"{counts['enumerated']} candidates, {counts['discarded']} discarded by their bounds; {counts['ranked']} plans "

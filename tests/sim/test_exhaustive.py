@@ -83,9 +83,7 @@ def brute_force(instance: dict[str, Any]) -> float:
 
 def found(instance: dict[str, Any], **changes: Any) -> float:
     precision = "fp32" if instance["hardware"].device == "cpu" else "fp16"
-    result = search(
-        **instance, microbatch_size=1, schedules=["spipe"], options=FIXED, precision=precision, **changes
-    )
+    result = search(**instance, microbatch_size=1, schedules=["spipe"], options=FIXED, precision=precision, **changes)
     assert result.lower_bound_s <= result.simulation.step_s * (1 + 1e-9)
     assert result.simulation.memory.fits
     return result.simulation.step_s

@@ -1,15 +1,17 @@
 """Search: small spaces whose best plan is known, feasibility, determinism, messages."""
 
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from typing import Any
 
 import pytest
 
 from spipe.check import check
 from spipe.errors import SpipeError
-from spipe.hardware import load_hardware
-from spipe.model import ModelSpec, load_model
+from spipe.hardware import MeasuredLayer, load_hardware
+from spipe.model import LayerKind, ModelSpec, PassName, load_model
 from spipe.sim import SearchResult, search, search_for, simulate
+from spipe.sim.cost import CostModel
 from spipe.sim.objectives import dollars_per_token
 
 BLOCKS = ModelSpec(name="blocks", num_layers=24, hidden_size=64, ffn_size=128, num_heads=4, vocab_size=128)
@@ -116,27 +118,31 @@ def test_cuts_are_improved_and_the_presets_are_beaten() -> None:
     assert len(presets) == 4
     assert result.simulation.step_s < 0.95 * min(presets)
     assert check(result.plan.program()) == []
-    assert 0 < result.gap < 0.3
+    assert 0 < result.gap < 1
 
 
-def test_any_number_of_processes_finds_the_same_plan() -> None:
+def test_any_number_of_processes_finds_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("spipe.sim.search"), "WORTH_SENDING_OPS", 0)
     arguments: dict[str, Any] = {
-        "global_batch": 8, "sequence": 512, "microbatch_size": 1, "num_ranks": 4, "schedules": ["spipe"],
-        "forward_stages": [2], "max_simulations": 3, "effort": 0.1,
+        "global_batch": 4, "sequence": 512, "microbatch_size": 1, "num_ranks": 2, "schedules": ["spipe"],
+        "max_simulations": 3, "effort": 0.1,
     }  # fmt: skip
-    model, hardware = load_model("llama2-7b"), load_hardware("v100x4").override({"cpu.usable_memory_gb": 500})
-    alone = search(model, hardware, **arguments)
+    hardware = load_hardware("v100x4")
+    alone = search(BLOCKS, hardware, **arguments)
     for workers in (1, 3):
         with ThreadPoolExecutor(workers) as pool:
-            other = search(model, hardware, executor=pool, **arguments)
+            other = search(BLOCKS, hardware, executor=pool, **arguments)
         assert other.plan.text() == alone.plan.text()
         assert other.candidates == alone.candidates
+        assert other.counts == alone.counts
 
 
 def test_an_interrupted_search_returns_the_best_so_far() -> None:
+    interrupts = iter([KeyboardInterrupt])
+
     def interrupt(done: int, total: int, best: float | None) -> None:
-        if best is not None and done >= 5:
-            raise KeyboardInterrupt
+        if best is not None and done >= 5 and (now := next(interrupts, None)):
+            raise now
 
     result = tiny(progress=interrupt)
     assert any("interrupted" in note for note in result.notes)
@@ -162,6 +168,32 @@ def test_memory_limits_are_kept() -> None:
         tiny(num_ranks=2, max_rank_bytes=1000)
 
 
+def test_measured_spreads_give_an_interval_and_say_what_is_alike() -> None:
+    model, laptop = load_model("tiny"), load_hardware("laptop")
+    costs = CostModel(model, laptop, "fp32", 64, 1)
+    kinds: tuple[tuple[LayerKind, PassName], ...] = (
+        ("block", "forward"),
+        ("block", "recompute"),
+        ("block", "backward"),
+    )
+    measured = tuple(
+        MeasuredLayer(
+            layer_kind=kind, pass_name=name, microbatch_size=1, sequence=64, dtype="fp32",
+            **MeasuredLayer.shape_of(model, kind), seconds=costs.layer_s(kind, name),
+            spread_s=0.2 * costs.layer_s(kind, name),
+        )
+        for kind, name in kinds
+    )  # fmt: skip
+    assert tiny().interval_s is None
+    result = search(
+        model, laptop.replace(measured=measured), global_batch=8, sequence=64, microbatch_size=1, max_simulations=6
+    )
+    assert result.interval_s is not None
+    low, high = result.interval_s
+    assert low < result.simulation.step_s < high
+    assert any("none of these beats another" in note for note in result.notes)
+
+
 def test_the_front_has_no_row_that_another_beats() -> None:
     result = tiny()
     keys = ("step_s", "rank_bytes", "host_bytes")
@@ -175,7 +207,7 @@ def test_the_front_has_no_row_that_another_beats() -> None:
 
 @pytest.mark.parametrize("objective", ["sequence", "layers"])
 def test_the_largest_that_fits(objective: str) -> None:
-    small = load_hardware("h200x1").override({"accelerator.memory_gib": 0.03, "cpu.usable_memory_gib": 0.12})
+    small = load_hardware("h200x1").override({"accelerator.memory_gib": 0.016, "cpu.usable_memory_gib": 0.04})
     arguments: dict[str, Any] = {
         "global_batch": 2, "sequence": 512, "max_simulations": 2, "cuts": "balanced", "schedules": ["spipe"],
         "microbatch_size": 1, "effort": 0.1,
@@ -200,16 +232,14 @@ def test_smallest_accelerators_that_are_fast_enough() -> None:
 
 
 def test_fewest_dollars_uses_fewer_hosts_where_more_do_not_pay() -> None:
-    cluster = load_hardware("rtx4090-cluster").resized(num_hosts=2, ranks_per_host=2)
+    cluster = load_hardware("rtx4090-cluster").resized(num_hosts=2, ranks_per_host=1)
     arguments: dict[str, Any] = {
         "global_batch": 4, "sequence": 512, "max_simulations": 3, "cuts": "balanced", "schedules": ["spipe"],
         "effort": 0.1, "microbatch_size": 1,
     }  # fmt: skip
-    model = load_model("qwen3-1.7b")
+    model = BLOCKS
     result = search_for("dollars", model, cluster, **arguments)
-    costs = [
-        dollars_per_token(search(model, cluster.resized(num_hosts=hosts), **arguments)) for hosts in (1, 2)
-    ]
+    costs = [dollars_per_token(search(model, cluster.resized(num_hosts=hosts), **arguments)) for hosts in (1, 2)]
     assert dollars_per_token(result) == min(costs)
 
 

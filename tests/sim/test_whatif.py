@@ -12,7 +12,7 @@ from spipe.sim.whatif import HOURS_PER_MONTH, UPGRADES, most_helpful, what_if
 
 QUICK: dict[str, Any] = {
     "global_batch": 4, "sequence": 256, "schedules": ["spipe"], "microbatch_size": 1, "cuts": "balanced",
-    "effort": 0.05, "max_simulations": 2,
+    "effort": 0.05, "max_simulations": 2, "options": {"device_layers": 0},
 }  # fmt: skip
 NAMES = {upgrade.name: upgrade for upgrade in UPGRADES}
 
@@ -26,7 +26,7 @@ def upgraded(name: str, hardware: HardwareSpec) -> HardwareSpec:
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
     card = load_hardware("rtx4090x8").resized(ranks_per_host=2)
-    small = card.override({"cpu.usable_memory_gib": 0.005, "cpu.memory_gib": 0.02, "accelerator.memory_gib": 0.02})
+    small = card.override({"cpu.usable_memory_gib": 0.01, "cpu.memory_gib": 0.02})
     return what_if([load_model("tiny")], [("host", card), ("small host", small)], **QUICK)
 
 

@@ -17,8 +17,8 @@ _TOGETHER = 1.2
 """Several STEPs at a time are at most so many times faster than one after the other; see ``spipe.sim.pricing``."""
 
 
-def lower_bound_s(costs: CostModel, layout: Layout, num_microbatches: int) -> float:
-    """A step of this layout takes at least this long.
+def lower_bound_s(costs: CostModel, layout: Layout, num_microbatches: int, *, held_layers: int = 0) -> float:
+    """A step of this layout takes at least this long, if accelerators hold and step the lowest ``held_layers``.
 
     The compute of two steps never overlaps. So a step lasts as long as a rank computes, and the time the forward stages
     below its first one take to send it the first microbatch, the time the backward stages below its last one take for
@@ -30,7 +30,7 @@ def lower_bound_s(costs: CostModel, layout: Layout, num_microbatches: int) -> fl
     def seconds(layers: range, kind: Kind, name: PassName) -> float:
         return costs.stage_s(layers, name) + costs.overhead_s(kind)
 
-    busy, num_ops, offloaded, stepped, lead, tail = ([0.0] * layout.num_ranks for _ in range(6))
+    busy, num_ops, num_backward, offloaded, stepped, lead, tail = ([0.0] * layout.num_ranks for _ in range(7))
     below = 0.0
     for stage in layout.forward:
         if not busy[stage.rank]:
@@ -41,19 +41,23 @@ def lower_bound_s(costs: CostModel, layout: Layout, num_microbatches: int) -> fl
         below += forward
     below = 0.0
     for stage in layout.backward:
-        if not offloaded[stage.rank]:
+        if not num_backward[stage.rank]:
             tail[stage.rank] = below
         backward = seconds(stage.layers, Kind.BACKWARD, "backward")
         recompute = seconds(stage.layers, Kind.RECOMPUTE, "recompute")
         busy[stage.rank] += num_microbatches * (recompute + backward)
         num_ops[stage.rank] += 2 * num_microbatches
+        num_backward[stage.rank] += 1
         below += backward
-        offloaded[stage.rank] += costs.num_parameters(stage.layers) * costs.gradient_element_bytes
-        stepped[stage.rank] += costs.num_stepped_parameters(stage.layers) / costs.adam_rate
+        on_host = range(min(max(stage.first, held_layers), stage.stop), stage.stop)
+        offloaded[stage.rank] += costs.num_parameters(on_host) * costs.gradient_element_bytes
+        stepped[stage.rank] += costs.num_stepped_parameters(on_host) / costs.adam_rate
     if hardware.device != "cpu":
         issue = hardware.accelerator.launch_overhead_s
         busy = [max(total, (count - 1) * issue) for total, count in zip(busy, num_ops, strict=True)]
-    turn = turn_s(costs, {layout.forward[0].rank if layout.forward else layout.backward[0].rank})
+    turn = (
+        0.0 if held_layers else turn_s(costs, {layout.forward[0].rank if layout.forward else layout.backward[0].rank})
+    )
     bounds = [turn + sum(parts) for parts in zip(busy, lead, tail, strict=True)]
     hosts: dict[int, float] = {}
     for rank in range(layout.num_ranks):

@@ -1,8 +1,9 @@
 """Search space: which plans a search looks at."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from spipe.errors import SpipeError
@@ -91,8 +92,13 @@ class Candidate:
 
     def with_cuts(self, cuts: Cuts, name: str, costs: CostModel) -> "Candidate":
         """The same stages, cut elsewhere."""
-        layout = cuts.applied_to(self.layout)
-        return replace(self, layout=layout, cuts=name, bound_s=lower_bound_s(costs, layout, self.num_microbatches))
+        return replace(self, layout=cuts.applied_to(self.layout), cuts=name).bounded(costs)
+
+    def bounded(self, costs: CostModel, fixed: Mapping[str, Any] = MappingProxyType({})) -> "Candidate":
+        """With the bound of its layout and options, of which some may be ``fixed`` by the caller of a search."""
+        held = {**self.options, **fixed}.get("device_layers", 0)
+        bound = lower_bound_s(costs, self.layout, self.num_microbatches, held_layers=held)
+        return replace(self, bound_s=bound)
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,8 @@ class Space:
     full_forward: bool
     cost_model: Callable[[int, int], CostModel]
     """(microbatch size, ranks) -> costs."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Fixed for all."""
 
     def candidates(self, refused: dict[str, int]) -> list[Candidate]:
         """All candidates, best bound first. What cannot be laid out is counted by reason in ``refused``."""
@@ -143,8 +151,8 @@ class Space:
         costs = self.cost_model(size, num_ranks)
         layout = _layout(schedule, num_ranks, _relative(costs.layer_costs()), forward, backward, full_forward)
         count = self.global_batch // size
-        bound = lower_bound_s(costs, layout, count)
-        return Candidate(schedule, num_ranks, forward, backward, size, count, layout, bound)
+        unbounded = Candidate(schedule, num_ranks, forward, backward, size, count, layout, 0.0)
+        return unbounded.bounded(costs, self.options)
 
     def _stages(self, schedule: str, num_ranks: int) -> Iterator[tuple[int, int]]:
         """(F, B): stages per rank of forward and backward."""
@@ -214,5 +222,4 @@ def ranks_mapped(candidate: Candidate, hardware: HardwareSpec, costs: CostModel)
             forward=tuple(replace(stage, rank=at[stage.rank]) for stage in layout.forward),
             backward=tuple(replace(stage, rank=at[stage.rank]) for stage in layout.backward),
         )
-        bound = lower_bound_s(costs, mapped, candidate.num_microbatches)
-        yield replace(candidate, layout=mapped, bound_s=bound)
+        yield replace(candidate, layout=mapped).bounded(costs)

@@ -28,6 +28,7 @@ _PASSES: tuple[tuple[Kind, PassName], ...] = (
     (Kind.RECOMPUTE, "recompute"),
     (Kind.BACKWARD, "backward"),
 )
+_TIMES = 2_000_000  # nodes times columns of one replay
 _WEIGHT_OPS = (Kind.FETCH, Kind.OFFLOAD_GRAD, Kind.STEP)
 
 
@@ -155,14 +156,19 @@ class Retiming:
             seconds[nodes] *= ratio[self.stage[nodes]]
         return seconds
 
-    def scores(self, cuts: Sequence[Cuts], num_steps: int = 2, width: int = 64) -> Floats:
+    @property
+    def width(self) -> int:
+        """How many cuts are judged at a time: as many as keep the times of all nodes in some tens of megabytes."""
+        return max(8, min(64, _TIMES // self.replay.num_nodes))
+
+    def scores(self, cuts: Sequence[Cuts], num_steps: int = 2) -> Floats:
         """Estimated step time of each of the cuts, and a little of the time when the ranks stop to compute.
 
         The second part, too small to outweigh a step time, leads over plateaus where one rank alone decides.
         """
         parts = []
-        for begin in range(0, len(cuts), width):
-            seconds = self.seconds(cuts[begin : begin + width])
+        for begin in range(0, len(cuts), self.width):
+            seconds = self.seconds(cuts[begin : begin + self.width])
             step_s, idle_s = self.replay.step_and_ends(seconds, num_steps, self.last_compute)
             parts.append(step_s + 1e-3 * idle_s)
         return np.concatenate(parts) if parts else np.zeros(0)
@@ -176,12 +182,10 @@ def _sums(model: CostModel, layers: int, name: PassName) -> Floats:
     return _prefix([model.stage_s(range(i, i + 1), name) for i in range(layers)])
 
 
-def descend(
-    retiming: Retiming, freedom: Freedom, cuts: Cuts, *, budget: int, seed: int = 0, width: int = 64
-) -> tuple[Cuts, float, int]:
+def descend(retiming: Retiming, freedom: Freedom, cuts: Cuts, *, budget: int, seed: int = 0) -> tuple[Cuts, float, int]:
     """Hill-climbing over neighbouring cuts: (best cuts, their score, neighbours judged).
 
-    Neighbours are judged ``width`` at a time, in an order drawn with ``seed``; the best of them is taken as soon as it
+    Neighbours are judged some at a time, in an order drawn with ``seed``; the best of them is taken as soon as it
     is better. Ends where no neighbour is, or after ``budget`` neighbours.
     """
     random = Random(seed)
@@ -190,8 +194,9 @@ def descend(
     while judged < budget:
         around = list(freedom.neighbours(cuts))
         random.shuffle(around)
-        for begin in range(0, min(len(around), budget - judged), width):
-            some = around[begin : begin + width]
+        del around[budget - judged :]
+        for begin in range(0, len(around), retiming.width):
+            some = around[begin : begin + retiming.width]
             scores = retiming.scores(some)
             judged += len(some)
             pick = int(np.argmin(scores))

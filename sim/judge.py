@@ -1,4 +1,4 @@
-"""Judging candidates: does it fit, how fast is it, and do other cuts make it faster. Work for the processes of a search.
+"""Judging candidates: do they fit, how fast are they, do other cuts make them faster. Work for a search's processes.
 
 A job and a candidate go out, a verdict comes back; both are small. Nothing here depends on what other candidates were
 found to be, so that a search gives the same result for any number of processes.
@@ -23,6 +23,7 @@ from spipe.sim.simulation import simulate
 
 NEIGHBOURS = (128, 3072)
 """Fewest and most neighbouring cuts that one round of improvement judges."""
+_HOST_STATE_BYTES = 12  # of a parameter, that a host need not hold if an accelerator does
 _SMALL = 4000  # ops that are lowered in no time
 _NEIGHBOUR_OPS = 4e7  # ops replayed in one round, within the above
 
@@ -143,15 +144,41 @@ def _replayed_s(job: Job, plan: Plan) -> float:
 def _judged(job: Job, candidate: Candidate, step_s: Callable[[Plan], float]) -> Verdict:
     """A candidate that is short of memory gets the options that need less of it."""
     try:
-        for place, name, value in (("rank", "stage_input_route", "host"), ("host", "optimizer", "sync"), ("", "", "")):
-            report = _memory(job, candidate)
-            if report.fits:
-                return Verdict(candidate, step_s(job.plan(candidate)), *_most(report))
-            if name not in job.options and any(problem.startswith(place) for problem in report.problems) and name:
-                candidate = candidate.with_options(**{name: value})
-        return Verdict(candidate, None, *_most(report), "; ".join(report.problems), report)
+        report = _memory(job, candidate)
+        for leaner in (_inputs_on_host, _no_undo_data, _held_layers):
+            other = leaner(job, candidate, report)
+            if other is not None:
+                candidate, report = other, _memory(job, other)
+        if not report.fits:
+            return Verdict(candidate, None, *_most(report), "; ".join(report.problems), report)
+        return Verdict(candidate, step_s(job.plan(candidate)), *_most(report))
     except SpipeError as error:
         return Verdict(candidate, reason=str(error))
+
+
+def _inputs_on_host(job: Job, candidate: Candidate, report: MemoryReport) -> Candidate | None:
+    if "stage_input_route" in job.options or max(report.rank_bytes) <= report.rank_capacity_bytes:
+        return None
+    return candidate.with_options(stage_input_route="host")
+
+
+def _no_undo_data(job: Job, candidate: Candidate, report: MemoryReport) -> Candidate | None:
+    if "optimizer" in job.options or max(report.host_bytes) <= report.host_capacity_bytes:
+        return None
+    return candidate.with_options(optimizer="sync")
+
+
+def _held_layers(job: Job, candidate: Candidate, report: MemoryReport) -> Candidate | None:
+    """As many layers with all their state on accelerators as the host is short of."""
+    short = max(report.host_bytes) - report.host_capacity_bytes
+    options = {**candidate.options, **job.options}
+    if short <= 0 or "device_layers" in options or options.get("bucket_layers", 1) != 1 or job.hardware.device == "cpu":
+        return None
+    hosts = len(report.host_bytes)
+    held = 1 + math.ceil(hosts * short / (_HOST_STATE_BYTES * job.model.layer_num_parameters("block")))
+    if held > job.model.num_total_layers:
+        return None
+    return candidate.with_options(device_layers=held)
 
 
 def _memory(job: Job, candidate: Candidate) -> MemoryReport:

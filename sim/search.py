@@ -70,6 +70,8 @@ class SearchResult:
         candidates: one row per simulated candidate, best first.
         front: the rows that no other beats in step time, accelerator memory and host memory together.
         rejected: rows of what does not fit or cannot be laid out, each with its ``reason``.
+        interval_s: step times of the plan if every measured layer is faster, or slower, by its spread; None where the
+            hardware has no spreads.
         counts: candidates ``enumerated``, ``discarded`` by their bound, ``ranked`` by replay, ``simulated``.
         notes: what the costs rest on, and what the search left out.
     """
@@ -81,6 +83,7 @@ class SearchResult:
     candidates: list[dict[str, Any]]
     front: list[dict[str, Any]]
     rejected: list[dict[str, Any]]
+    interval_s: tuple[float, float] | None
     counts: dict[str, int]
     notes: tuple[str, ...]
 
@@ -107,6 +110,7 @@ def search(
     executor: Executor | None = None,
     progress: Progress | None = None,
     max_simulations: int = 48,
+    effort: float = 1.0,
     full_forward: bool = False,
     max_rank_bytes: float | None = None,
     max_host_bytes: float | None = None,
@@ -127,6 +131,7 @@ def search(
             same for any.
         progress: see ``Progress``.
         max_simulations: at most so many candidates are simulated before options are varied.
+        effort: how many candidates are looked at, against the usual number; below 0.5, options are varied only once.
         full_forward: forward also covers what the top backward stage recomputes anyway (the published schedule).
         max_rank_bytes, max_host_bytes: what a plan may use of an accelerator and of a host, if less than there is.
         plan_fields: further arguments of ``make_plan``; ``options`` given here are kept.
@@ -142,6 +147,8 @@ def search(
         raise unknown("cuts", cuts, CUTS)
     if max_simulations < 1:
         raise SpipeError(f"max_simulations = {max_simulations} should be at least 1")
+    if not 0 < effort < math.inf:
+        raise SpipeError(f"effort = {effort!r} should be more than 0 and finite")
     model.check_sequence(sequence)
     precision = precision or default_precision(hardware)
     hardware.accelerator.peak(precision)
@@ -174,8 +181,10 @@ def search(
         _microbatch_choices(global_batch, microbatch_size),
         full_forward,
         job.cost_model,
+        options,
     )
-    return _Search(job, space, cuts, executor, progress or (lambda done, total, best: None), max_simulations).run()
+    progress = progress or (lambda done, total, best: None)
+    return _Search(job, space, cuts, executor, progress, max_simulations, effort).run()
 
 
 def default_precision(hardware: HardwareSpec) -> str:
@@ -230,9 +239,10 @@ class _Search:
         executor: Executor | None,
         progress: Progress,
         max_simulations: int,
+        effort: float,
     ) -> None:
         self.job, self.space, self.cuts, self.executor = job, space, cuts, executor
-        self.progress, self.max_simulations = progress, max_simulations
+        self.progress, self.max_simulations, self.effort = progress, max_simulations, effort
         self.rejected: list[dict[str, Any]] = []
         self.nearest: tuple[tuple[int, float, float], Candidate, MemoryReport] | None = None
         self.too_big: dict[tuple[object, ...], tuple[int, str]] = {}  # candidate shape -> smallest microbatch, reason
@@ -309,7 +319,7 @@ class _Search:
         chosen = []
         for candidate in candidates:
             ops, ranked = ops + candidate.num_ops, ranked + 1
-            if ops > RANKED_OPS and ranked > MIN_RANKED:
+            if ops > self.effort * RANKED_OPS and ranked > MIN_RANKED:
                 break
             chosen.append(candidate)
         if self.ranking is simulated:
@@ -361,7 +371,7 @@ class _Search:
             for candidate in wave:
                 if self.replayed[candidate].step_s < self.best_s(self.simulated):  # type: ignore[operator]
                     ops, asked = ops + candidate.num_ops, asked + 1
-                    if asked <= self.max_simulations and (ops <= SIMULATED_OPS or asked <= MIN_SIMULATED):
+                    if asked <= self.max_simulations and (ops <= self.effort * SIMULATED_OPS or asked <= MIN_SIMULATED):
                         left.append(candidate)
             self.ask(simulated, left, self.simulated)
         if asked > self.max_simulations:
@@ -391,7 +401,7 @@ class _Search:
 
     def vary(self) -> None:
         """Try single options and other places for the ranks, and improve the cuts again with what was kept."""
-        for _ in range(3):
+        for _ in range(3 if self.effort >= 0.5 else 1):
             best = self.best_of(self.simulated, 1)[0]
             found: dict[Candidate, Verdict] = {}
             self.ask(simulated, list(self.variations(best.candidate)), found)
@@ -512,7 +522,7 @@ class _Search:
         tokens = plan.tokens_per_step
         table = [
             {
-                **other.candidate.row(),
+                **other.candidate.bounded(self.job.costs(other.candidate), self.job.options).row(),
                 "step_s": other.step_s,
                 "tokens_per_s": tokens / other.step_s,
                 "rank_bytes": other.rank_bytes,
@@ -521,6 +531,14 @@ class _Search:
             for other in sorted(self.simulated.values(), key=lambda other: other.order)
             if other.step_s is not None
         ]
+        interval = self.interval_s(simulation.plan)
+        if interval is not None:
+            alike = sum(row["step_s"] <= interval[1] for row in table) - 1
+            if alike > 0:
+                self.notes.append(
+                    f"{alike} other candidates lie within the plan's interval of {interval[0]:.4g} to "
+                    f"{interval[1]:.4g} s: by what was measured, none of these beats another"
+                )
         self.progress(max(self.done, self.planned), max(self.done, self.planned), simulation.step_s)
         return SearchResult(
             simulation.plan,
@@ -530,9 +548,19 @@ class _Search:
             table,
             pareto_front(table),
             self.rejected,
+            interval,
             self.counts,
             (*simulation.notes, *self.notes),
         )
+
+    def interval_s(self, plan: Plan) -> tuple[float, float] | None:
+        hardware = self.job.hardware
+        if not any(entry.spread_s for entry in hardware.measured):
+            return None
+        low, high = (
+            simulate(plan, hardware=_shifted(hardware, sign), contention=self.job.contention).step_s for sign in (-1, 1)
+        )
+        return low, high
 
     def least_step_s(self) -> tuple[float, str]:
         """What no plan of the space can beat, and what limits it."""
@@ -584,6 +612,12 @@ class _Search:
             f"{candidate.microbatch_size}: {'; '.join(report.problems)}; {', '.join(shortages)}. Use "
             f"{' and '.join(changes)}, or {advice} or a smaller model"
         )
+
+
+def _shifted(hardware: HardwareSpec, sign: int) -> HardwareSpec:
+    """Every measured layer faster or slower by its spread."""
+    entries = (entry.replace(seconds=max(0.0, entry.seconds + sign * entry.spread_s)) for entry in hardware.measured)
+    return hardware.replace(measured=tuple(entries))
 
 
 def pareto_front(

@@ -1,4 +1,4 @@
-"""What if: the best plan of every model on every machine one could have, what it costs, and which upgrade helps most."""
+"""What if: the best plan of models on machines one could have, what it costs, and which upgrade helps most."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

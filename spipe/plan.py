@@ -254,7 +254,7 @@ class Plan(Spec):
         return plan
 
 
-@lru_cache(maxsize=4)  # a large program takes some 100 MB
+@lru_cache(maxsize=2)  # a large program takes some 100 MB
 def _program(layout: LayoutSpec, schedule: str, num_microbatches: int, options: Options, tied: bool) -> Program:
     laid_out = layout.layout()
     require_size(laid_out, num_microbatches)

@@ -124,7 +124,7 @@ def what_if(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     speed, cost = figure.subplots(1, 2, sharey=True)
     places = list(range(len(bases)))[::-1]
     fastest = max((row["tokens_per_s"] or 0.0 for row in rows), default=0.0)
-    dearest = max((row["rent_dollars_per_billion_tokens"] or 0.0 for row in bases), default=0.0)
+    dearest = max((row["rent_dollars_per_billion_tokens"] or 0.0 for row in rows), default=0.0)
     for place, base in zip(places, bases, strict=True):
         mine = [
             row for row in rows if row["upgrade"] and (row["model"], row["offer"]) == (base["model"], base["offer"])
@@ -138,9 +138,10 @@ def what_if(rows: Sequence[Mapping[str, Any]]) -> "Figure":
             speed.barh(place, end - own, left=own, height=0.6, color=_COLOURS[5], alpha=0.6)
             text += f"   with {best['upgrade']}: {end:,.0f}"
         speed.text(end + 0.02 * fastest, place, text, va="center", fontsize=8)
-        rent = base["rent_dollars_per_billion_tokens"]
+        shown = base if base["feasible"] or best is None else best
+        rent = shown["rent_dollars_per_billion_tokens"]
         if rent is not None:
-            cost.barh(place, rent, height=0.6, color=_COLOURS[1])
+            cost.barh(place, rent, height=0.6, color=_COLOURS[1], alpha=1.0 if shown is base else 0.5)
             cost.text(rent + 0.02 * dearest, place, f"{rent:,.0f}", va="center", fontsize=8)
     speed.set_yticks(places, names)
     speed.set_xlim(0, 1.6 * (fastest or 1.0))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spipe.cli.common import Count, Force, JsonFile, Output, processes, progress, whole_number, writing
+from spipe.cli.common import Count, Force, JsonFile, Output, positive, processes, progress, whole_number, writing
 from spipe.errors import SpipeError, unknown
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ def whatif(
     cuts: Annotated[
         str, typer.Option(metavar="HOW", help="Stages: balanced (quick), improve, or all ways to cut.")
     ] = "balanced",
+    effort: Annotated[
+        float, typer.Option(parser=positive, metavar="X", help="Candidates looked at, against a search's usual number.")
+    ] = 0.1,
     table: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write all rows as a table.")] = None,
     figure: Annotated[Path | None, typer.Option("--figure", metavar="FILE", help="Draw a .png, .svg or .pdf.")] = None,
     workers: Annotated[
@@ -94,6 +97,7 @@ def whatif(
             schedules=schedule or None,
             microbatch_size=microbatch_size,
             cuts=cuts,
+            effort=effort,
             executor=executor,
         )
     helps = most_helpful(rows)

@@ -85,6 +85,9 @@ def search(
     max_simulations: Annotated[
         int, typer.Option(parser=Count, metavar="N", help="Candidates that the engine judges.")
     ] = 48,
+    effort: Annotated[
+        float, typer.Option(parser=positive, metavar="X", help="Candidates looked at, against the usual number.")
+    ] = 1.0,
     workers: Annotated[
         int, typer.Option(parser=whole_number(0), metavar="N", help="Processes; 0 for all cores. Same plan for any.")
     ] = 0,
@@ -144,6 +147,7 @@ def search(
             executor=executor,
             progress=search_progress(),
             max_simulations=max_simulations,
+            effort=effort,
             full_forward=full_forward,
             max_rank_bytes=max_gpu_memory and max_gpu_memory * 2**30,
             max_host_bytes=max_host_memory and max_host_memory * 2**30,
@@ -180,6 +184,7 @@ def search_data(result: "SearchResult") -> dict[str, Any]:
         "lower_bound_s": result.lower_bound_s,
         "limit": result.limit,
         "gap": result.gap,
+        "interval_s": result.interval_s,
         "counts": result.counts,
         "candidates": result.candidates,
         "front": result.front,
@@ -208,7 +213,11 @@ def certificate(result: "SearchResult") -> str:
     from spipe import show
 
     counts = result.counts
-    return (
+    spread = ""
+    if result.interval_s is not None:
+        low, high = result.interval_s
+        spread = f"by the spread of what was measured, a step takes {show.seconds(low)} to {show.seconds(high)}\n"
+    return spread + (
         f"within {100 * result.gap:.1f} % of what this hardware can do: no plan of this search has a step shorter than "
         f"{show.seconds(result.lower_bound_s)} ({result.limit})\n"
         f"{counts['enumerated']} candidates, {counts['discarded']} discarded by their bounds; {counts['ranked']} plans "

@@ -54,6 +54,17 @@ def search(**changes: str) -> list[str]:
             for name in ("global_batch", "sequence", "ranks", "forward_stages", "backward_stages", "microbatch_size")
             for value in ("0", "-1", "nan", "1.5")
         ),
+        (search(objective="tim"), r"unknown objective 'tim'; nearest: time"),
+        (search(objective="memory"), r"objective memory needs min_tokens_per_s"),
+        (search(max_dollars="5"), r"laptop has no price"),
+        (search(max_dollars="0"), r"Invalid value for .*max-dollars.*0"),
+        (search(cuts="even"), r"unknown cuts 'even'"),
+        (search(max_gpu_memory="0.0001"), r"nothing fits.*short of"),
+        (["whatif", *search()[1:], "--hardware", "laptop"], r"two kinds of hardware are called laptop"),
+        (["whatif", *search(hardware="laptop:cpu.cores")[1:]], r"'cpu.cores' should be KEY=VALUE"),
+        (["whatif", *search(hardware="laptop:cpu.core=2")[1:]], r"unknown key 'core'; nearest: .*cores"),
+        (["whatif", *search(upgrade="ram")[1:]], r"unknown upgrade 'ram'"),
+        (["whatif", *search(figure="x.gif")[1:]], r"x.gif: a figure's name should end in"),
         (search(output="no-such-folder/plan.json"), r"there is no folder no-such-folder"),
         (["search", "--model", "tiny"], r"Missing option '--hardware'"),
         (["serch"], r"No such command 'serch'. Did you mean 'search'"),

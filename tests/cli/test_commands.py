@@ -32,13 +32,39 @@ def test_help_is_fast() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["models", "hardware", "doctor", "search", "simulate", "run", "calibrate", "compare", "demo"]
+    "name", ["models", "hardware", "doctor", "search", "whatif", "simulate", "run", "calibrate", "compare", "demo"]
 )
 def test_every_command_has_help_with_examples(command: Command, name: str) -> None:
     result = command(name, "--help")
     assert result.code == 0
     assert "Example" in result.out
     assert f"  spipe {name}" in result.out
+
+
+def test_whatif_writes_a_table_a_figure_and_json(command: Command, tmp_path: Path) -> None:
+    table, figure = tmp_path / "whatif.csv", tmp_path / "whatif.png"
+    done = command(
+        *("whatif", "--model", "tiny", "--hardware", "laptop", "--hardware", "slow=laptop:cpu.cores=1"),
+        *("--global-batch", 2, "--sequence", 32, "--microbatch-size", 1, "--schedule", "spipe", "--upgrade", "cpu"),
+        *("--effort", "0.01", "--workers", 1, "--csv", table, "--figure", figure, "--json", "-"),
+    )
+    assert done.code == 0
+    result = json.loads(done.out)
+    assert [(row["offer"], row["upgrade"]) for row in result["rows"]] == [
+        *(("laptop", ""), ("laptop", "cpu"), ("slow", ""), ("slow", "cpu"))
+    ]
+    assert [row["offer"] for row in result["helps"]] == ["laptop", "slow"]
+    assert len(table.read_text().splitlines()) == 5
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_search_says_how_good_the_plan_is(command: Command) -> None:
+    done = command(
+        *("search", "--model", "tiny", "--hardware", "laptop", "--global-batch", 2, "--sequence", 32),
+        *("--ranks", 1, "--microbatch-size", 1, "--workers", 1, "--schedule", "spipe"),
+    )
+    assert done.code == 0
+    assert "of what this hardware can do" in done.out
 
 
 def test_search_then_simulate_then_trace(command: Command, tmp_path: Path) -> None:

@@ -1,13 +1,18 @@
 """Search: small spaces whose best plan is known, feasibility, determinism, messages."""
 
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from typing import Any
 
 import pytest
 
+from spipe.check import check
 from spipe.errors import SpipeError
-from spipe.hardware import load_hardware
-from spipe.model import ModelSpec, load_model
-from spipe.sim import SearchResult, search, simulate
+from spipe.hardware import MeasuredLayer, load_hardware
+from spipe.model import LayerKind, ModelSpec, PassName, load_model
+from spipe.sim import SearchResult, search, search_for, simulate
+from spipe.sim.cost import CostModel
+from spipe.sim.objectives import dollars_per_token
 
 BLOCKS = ModelSpec(name="blocks", num_layers=24, hidden_size=64, ffn_size=128, num_heads=4, vocab_size=128)
 
@@ -103,9 +108,169 @@ def test_progress_is_reported() -> None:
     assert calls[-1][2] is not None
 
 
+def test_cuts_are_improved_and_the_presets_are_beaten() -> None:
+    result = search(
+        load_model("10b"), load_hardware("v100x4"), global_batch=8, sequence=1024, microbatch_size=2, num_ranks=4,
+        schedules=["spipe", "mobius"], forward_stages=[2, 3], precision="fp16", max_simulations=4,
+    )  # fmt: skip
+    assert result.candidates[0]["cuts"] == "improved"
+    presets = [row["step_s"] for row in result.candidates if row["cuts"] == "preset"]
+    assert len(presets) == 4
+    assert result.simulation.step_s < 0.95 * min(presets)
+    assert check(result.plan.program()) == []
+    assert 0 < result.gap < 1
+
+
+def test_any_number_of_processes_finds_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("spipe.sim.search"), "WORTH_SENDING_OPS", 0)
+    arguments: dict[str, Any] = {
+        "global_batch": 4, "sequence": 512, "microbatch_size": 1, "num_ranks": 2, "schedules": ["spipe"],
+        "max_simulations": 3, "effort": 0.1,
+    }  # fmt: skip
+    hardware = load_hardware("v100x4")
+    alone = search(BLOCKS, hardware, **arguments)
+    for workers in (1, 3):
+        with ThreadPoolExecutor(workers) as pool:
+            other = search(BLOCKS, hardware, executor=pool, **arguments)
+        assert other.plan.text() == alone.plan.text()
+        assert other.candidates == alone.candidates
+        assert other.counts == alone.counts
+
+
+def test_an_interrupted_search_returns_the_best_so_far() -> None:
+    interrupts = iter([KeyboardInterrupt])
+
+    def interrupt(done: int, total: int, best: float | None) -> None:
+        if best is not None and done >= 5 and (now := next(interrupts, None)):
+            raise now
+
+    result = tiny(progress=interrupt)
+    assert any("interrupted" in note for note in result.notes)
+    assert result.plan.predicted is not None
+    assert result.simulation.memory.fits
+
+
+def test_an_interrupt_before_anything_was_found_is_passed_on() -> None:
+    def interrupt(done: int, total: int, best: float | None) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tiny(progress=interrupt)
+
+
+def test_memory_limits_are_kept() -> None:
+    free = tiny(num_ranks=2)
+    most = max(free.simulation.memory.rank_bytes)
+    limited = tiny(num_ranks=2, max_rank_bytes=0.8 * most)
+    assert max(limited.simulation.memory.rank_bytes) <= 0.8 * most
+    assert limited.simulation.step_s >= free.simulation.step_s
+    with pytest.raises(SpipeError, match="nothing fits"):
+        tiny(num_ranks=2, max_rank_bytes=1000)
+
+
+def test_measured_spreads_give_an_interval_and_say_what_is_alike() -> None:
+    model, laptop = load_model("tiny"), load_hardware("laptop")
+    costs = CostModel(model, laptop, "fp32", 64, 1)
+    kinds: tuple[tuple[LayerKind, PassName], ...] = (
+        ("block", "forward"),
+        ("block", "recompute"),
+        ("block", "backward"),
+    )
+    measured = tuple(
+        MeasuredLayer(
+            layer_kind=kind, pass_name=name, microbatch_size=1, sequence=64, dtype="fp32",
+            **MeasuredLayer.shape_of(model, kind), seconds=costs.layer_s(kind, name),
+            spread_s=0.2 * costs.layer_s(kind, name),
+        )
+        for kind, name in kinds
+    )  # fmt: skip
+    assert tiny().interval_s is None
+    result = search(
+        model, laptop.replace(measured=measured), global_batch=8, sequence=64, microbatch_size=1, max_simulations=6
+    )
+    assert result.interval_s is not None
+    low, high = result.interval_s
+    assert low < result.simulation.step_s < high
+    assert any("none of these beats another" in note for note in result.notes)
+
+
+def test_the_front_has_no_row_that_another_beats() -> None:
+    result = tiny()
+    keys = ("step_s", "rank_bytes", "host_bytes")
+    for row in result.front:
+        assert not any(
+            other is not row and all(other[k] <= row[k] for k in keys) and any(other[k] < row[k] for k in keys)
+            for other in result.candidates
+        )
+    assert min(row["step_s"] for row in result.front) == result.simulation.step_s
+
+
+@pytest.mark.parametrize("objective", ["sequence", "layers"])
+def test_the_largest_that_fits(objective: str) -> None:
+    small = load_hardware("h200x1").override({"accelerator.memory_gib": 0.016, "cpu.usable_memory_gib": 0.04})
+    arguments: dict[str, Any] = {
+        "global_batch": 2, "sequence": 512, "max_simulations": 2, "cuts": "balanced", "schedules": ["spipe"],
+        "microbatch_size": 1, "effort": 0.1,
+    }  # fmt: skip
+    model = load_model("tiny").replace(max_sequence=None)
+    found = search_for(objective, model, small, **arguments)
+    assert found.simulation.memory.fits
+    plan = found.plan
+    beyond = {"sequence": plan.sequence + 256} if objective == "sequence" else {"sequence": plan.sequence}
+    deeper = plan.model if objective == "sequence" else plan.model.replace(num_layers=plan.model.num_layers + 1)
+    with pytest.raises(SpipeError, match="nothing fits"):
+        search(deeper, small, **{**arguments, **beyond})
+
+
+def test_smallest_accelerators_that_are_fast_enough() -> None:
+    arguments: dict[str, Any] = {"global_batch": 8, "sequence": 64, "max_simulations": 6, "cuts": "balanced"}
+    laptop, model = load_hardware("laptop"), load_model("tiny")
+    free = search(model, laptop, **arguments)
+    lean = search_for("memory", model, laptop, min_tokens_per_s=0.5 * free.simulation.tokens_per_s, **arguments)
+    assert lean.simulation.tokens_per_s >= 0.5 * free.simulation.tokens_per_s
+    assert max(lean.simulation.memory.rank_bytes) <= max(free.simulation.memory.rank_bytes)
+
+
+def test_fewest_dollars_uses_fewer_hosts_where_more_do_not_pay() -> None:
+    cluster = load_hardware("rtx4090-cluster").resized(num_hosts=2, ranks_per_host=1)
+    arguments: dict[str, Any] = {
+        "global_batch": 4, "sequence": 512, "max_simulations": 3, "cuts": "balanced", "schedules": ["spipe"],
+        "effort": 0.1, "microbatch_size": 1,
+    }  # fmt: skip
+    model = BLOCKS
+    result = search_for("dollars", model, cluster, **arguments)
+    costs = [dollars_per_token(search(model, cluster.resized(num_hosts=hosts), **arguments)) for hosts in (1, 2)]
+    assert dollars_per_token(result) == min(costs)
+
+
+@pytest.mark.parametrize(
+    ("objective", "constraints", "message"),
+    [
+        ("tim", {}, "objective 'tim'.*time"),
+        ("memory", {}, "needs min_tokens_per_s"),
+        ("time", {"max_dollars_per_hour": 0}, "max_dollars_per_hour = 0"),
+        ("time", {"max_dollars_per_hour": 1}, "laptop has no price"),
+        ("time", {"min_tokens_per_s": 1e12}, "the best plan for laptop reaches"),
+        ("dollars", {}, "laptop has no price"),
+    ],
+)
+def test_objectives_and_constraints_that_cannot_be_met(
+    objective: str, constraints: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpipeError, match=message):
+        search_for(
+            objective, load_model("tiny"), load_hardware("laptop"), global_batch=4, sequence=64, max_simulations=1,
+            cuts="balanced", num_ranks=1, **constraints,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"cuts": "all ways"}, "cuts 'all ways'"),
+        ({"effort": 0}, "effort = 0"),
+        ({"max_rank_bytes": -1}, "max_rank_bytes = -1"),
+        ({"max_simulations": 0}, "max_simulations = 0"),
         ({"global_batch": 0}, "global_batch = 0"),
         ({"microbatch_size": 3}, "does not divide into microbatches of 3"),
         ({"num_ranks": 9}, "num_ranks = 9, but laptop has 4"),

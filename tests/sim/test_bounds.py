@@ -1,0 +1,94 @@
+"""Bounds: nothing that the engine plays is faster, and they are near where they can be."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spipe.hardware import load_hardware
+from spipe.model import ModelSpec, load_model
+from spipe.plan import Plan, make_plan
+from spipe.sim import simulate
+from spipe.sim.bounds import least_step_s, lower_bound_s
+from spipe.sim.cost import CostModel
+
+MODEL = ModelSpec(name="small", num_layers=9, hidden_size=256, ffn_size=512, num_heads=4, vocab_size=1000)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    schedule = draw(st.sampled_from(["spipe", "spipe", "mobius", "1f1b", "gpipe", "roundpipe"]))
+    num_ranks = draw(st.integers(1, 4))
+    forward = 1 if schedule == "gpipe" else draw(st.integers(1, 2))
+    bucket_layers = draw(st.integers(0, 2))
+    hardware = load_hardware(
+        draw(st.sampled_from(["h200x4", "rtx3090x4", "laptop", "v100-cluster", "v100-ideal-host"]))
+    )
+    return make_plan(
+        MODEL.replace(
+            tied_embeddings=draw(st.booleans()),
+            hidden_size=draw(st.sampled_from([64, 512])),
+            head_dim=16,
+            vocab_size=draw(st.sampled_from([100, 50_000])),
+        ),
+        hardware,
+        schedule=schedule,
+        num_ranks=num_ranks,
+        forward_stages=forward,
+        backward_stages=draw(st.integers(1, 2)) if schedule in ("spipe", "roundpipe") else forward,
+        global_batch=num_ranks * draw(st.integers(1, 2)) if schedule == "1f1b" else draw(st.integers(1, 6)),
+        microbatch_size=1,
+        sequence=draw(st.sampled_from([16, 512])),
+        full_forward=draw(st.booleans()),
+        precision="fp16" if "fp16" in hardware.accelerator.peak_flops else "fp32",
+        options={
+            "stage_input_route": draw(st.sampled_from(["p2p", "host"])),
+            "step_order": draw(st.sampled_from(["deadline", "arrival"])),
+            "recompute": draw(st.sampled_from(["early", "late"])),
+            "optimizer": draw(st.sampled_from(["async", "sync"])),
+            "barrier": draw(st.booleans()),
+            "bucket_layers": bucket_layers,
+            "device_layers": draw(st.integers(0, 3)) if bucket_layers == 1 and hardware.device == "cuda" else 0,
+            "optimizer_workers": draw(st.integers(1, 2)),
+            "weight_slots": draw(st.integers(1, 3)),
+        },
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans(), st.booleans())
+def test_no_step_is_shorter_than_the_bounds(plan: Plan, contention: bool) -> None:
+    if plan.options.optimizer_workers > 1 and not contention:
+        contention = True  # without it, two STEPs at a time take no longer than one
+    step_s = simulate(plan, contention=contention, num_steps=4).step_s
+    costs, layout = CostModel.of(plan), plan.layout.layout()
+    held = plan.options.device_layers
+    assert lower_bound_s(costs, layout, plan.num_microbatches, held_layers=held) <= step_s * (1 + 1e-9)
+    limits = least_step_s(
+        costs, layout.num_ranks, plan.num_microbatches,
+        full_forward=layout.forward_stop == layout.num_layers, barrier=plan.options.barrier, held_layers=held,
+        steps_together=plan.options.optimizer_workers > 1,
+    )  # fmt: skip
+    for limit, seconds in limits.items():
+        assert seconds <= step_s * (1 + 1e-9), limit
+
+
+def test_the_bound_of_one_rank_is_its_compute_and_the_turn() -> None:
+    hardware = load_hardware("v100-ideal-host")
+    model = load_model("llama2-7b")
+    plan = make_plan(
+        model, hardware, num_ranks=1, forward_stages=8, backward_stages=16, global_batch=32, microbatch_size=4,
+        sequence=1024, precision="fp16",
+    )  # fmt: skip
+    step_s = simulate(plan, contention=False).step_s
+    bound = max(least_step_s(CostModel.of(plan), 1, 8).values())
+    assert 0.6 * step_s < bound <= step_s
+
+
+@pytest.mark.parametrize(("barrier", "full_forward"), [(True, True), (False, False)])
+def test_tighter_rules_never_lower_the_bound(barrier: bool, full_forward: bool) -> None:
+    model = CostModel(load_model("10b"), load_hardware("v100x4"), "fp16", 1024, 2, ranks_per_host=4)
+    free = least_step_s(model, 4, 8)
+    bound = least_step_s(model, 4, 8, barrier=barrier, full_forward=full_forward)
+    assert all(bound[name] >= free[name] for name in free)
+    fewer = least_step_s(model, 2, 8)
+    assert all(fewer[name] >= free[name] * (1 - 1e-12) for name in free)

@@ -1,0 +1,91 @@
+"""What if: offers, upgrades, prices, what does not fit and why."""
+
+import math
+from typing import Any
+
+import pytest
+
+from spipe import plots
+from spipe.hardware import HardwareSpec, load_hardware
+from spipe.model import load_model
+from spipe.sim.whatif import HOURS_PER_MONTH, UPGRADES, most_helpful, what_if
+
+QUICK: dict[str, Any] = {
+    "global_batch": 4, "sequence": 256, "schedules": ["spipe"], "microbatch_size": 1, "cuts": "balanced",
+    "effort": 0.05, "max_simulations": 2, "options": {"device_layers": 0},
+}  # fmt: skip
+NAMES = {upgrade.name: upgrade for upgrade in UPGRADES}
+
+
+def upgraded(name: str, hardware: HardwareSpec) -> HardwareSpec:
+    better = NAMES[name].apply(hardware)
+    assert better is not None
+    return better
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    card = load_hardware("rtx4090x8").resized(ranks_per_host=2)
+    small = card.override({"cpu.usable_memory_gib": 0.01, "cpu.memory_gib": 0.02})
+    return what_if([load_model("tiny")], [("host", card), ("small host", small)], **QUICK)
+
+
+def test_every_offer_has_a_row_and_one_for_each_upgrade(rows: list[dict[str, Any]]) -> None:
+    assert [(row["offer"], row["upgrade"]) for row in rows] == [
+        (offer, upgrade) for offer in ("host", "small host") for upgrade in ("", *NAMES)
+    ]
+    assert all(set(row) == set(rows[0]) for row in rows)
+
+
+def test_what_does_not_fit_says_why_and_what_helps(rows: list[dict[str, Any]]) -> None:
+    short = next(row for row in rows if row["offer"] == "small host" and not row["upgrade"])
+    assert not short["feasible"]
+    assert "short of" in short["reason"]
+    assert most_helpful(rows)["tiny", "small host"].startswith("dram: it fits then")
+
+
+def test_dollars_follow_from_prices_and_speed(rows: list[dict[str, Any]]) -> None:
+    price = load_hardware("rtx4090x8").price
+    assert price is not None
+    assert price.rent_dollars_per_hour is not None
+    assert price.purchase_dollars is not None
+    base = rows[0]
+    hours = 1e9 / base["tokens_per_s"] / 3600
+    assert base["rent_dollars_per_billion_tokens"] == pytest.approx(hours * price.rent_dollars_per_hour)
+    watts = price.power_watts / 1000 * price.electricity_dollars_per_kwh
+    assert base["own_dollars_per_billion_tokens"] == pytest.approx(hours * watts)
+    months = price.purchase_dollars / ((price.rent_dollars_per_hour - watts) * HOURS_PER_MONTH)
+    assert base["break_even_month"] == pytest.approx(months)
+    dram = next(row for row in rows if row["upgrade"] == "dram")
+    assert dram["purchase_dollars"] - base["purchase_dollars"] == price.upgrade_dollars["dram"]
+    assert next(row for row in rows if row["upgrade"] == "pcie")["purchase_dollars"] is None  # no price of it
+
+
+def test_upgrades_change_what_they_say() -> None:
+    host = load_hardware("rtx4090x8")
+    assert upgraded("dram", host).cpu.usable_memory_bytes == host.cpu.usable_memory_bytes + host.cpu.memory_bytes
+    assert upgraded("cpu", host).cpu.memory_bandwidth_bytes_per_s == 2 * host.cpu.memory_bandwidth_bytes_per_s
+    before = host.route(("gpu", 0), ("memory", 0)).bandwidth_bytes_per_s
+    assert upgraded("pcie", host).route(("gpu", 0), ("memory", 0)).bandwidth_bytes_per_s == 2 * before
+    assert host.route(("gpu", 0), ("gpu", 1)).memory_accesses
+    linked = upgraded("nvlink", host).route(("gpu", 0), ("gpu", 1))
+    assert linked.bandwidth_bytes_per_s == 100e9
+    assert not linked.memory_accesses
+    assert NAMES["nvlink"].apply(load_hardware("h200x4")) is None
+    assert NAMES["nvlink"].apply(load_hardware("h200x1")) is None
+
+
+def test_without_prices_dollars_are_unknown() -> None:
+    laptop = load_hardware("laptop")
+    (row,) = what_if([load_model("tiny")], [("laptop", laptop)], upgrades=(), **{**QUICK, "num_ranks": 1})
+    assert row["feasible"]
+    dollars = ("purchase_dollars", "rent_dollars_per_billion_tokens", "break_even_month")
+    assert all(row[key] is None for key in dollars)
+    assert math.isfinite(row["tokens_per_s"])
+
+
+def test_the_figure_has_a_bar_for_every_offer(rows: list[dict[str, Any]]) -> None:
+    speed, cost = plots.what_if(rows).axes
+    assert [label.get_text() for label in speed.get_yticklabels()] == ["host", "small host"]
+    assert {text.get_text().split()[0] for text in speed.texts} >= {"does"}
+    assert len(cost.patches) == 2

@@ -2,14 +2,20 @@
 
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors import safe_open
+
+from spipe.cli.progress import hardware_flops_utilization, training_log
+from spipe.plan import Plan, make_plan
+from spipe.train_config import TrainConfig
 
 from .conftest import Command
 
@@ -50,8 +56,6 @@ def test_a_run_goes_on_in_its_folder_and_is_sampled(command: Command, plan_file:
 
 def test_an_evaluation_does_not_depend_on_the_ranks(command: Command, plan_file: Path, tmp_path: Path) -> None:
     """The same losses from one rank as from two; what is trained stays the same with and without evaluation."""
-    from spipe.plan import Plan, make_plan
-
     plan = Plan.load(plan_file)
     alone = make_plan(
         plan.model, plan.hardware, num_ranks=1, forward_stages=1, backward_stages=1, global_batch=plan.global_batch,
@@ -146,3 +150,50 @@ def test_a_run_without_a_checkpoint_is_not_exported(command: Command, refused: R
     assert "the prompt is empty" in refused("sample", run, "--prompt", "")
     assert "unknown precision 'fp8'" in refused("export", run, "-o", run / "model", "--precision", "fp8")
     assert "exists; give the name of a new folder" in refused("export", run, "-o", run)
+
+
+ROW = {"step": 2, "loss": 1.25, "step_s": 0.5, "tokens_per_s": 512.0, "skipped": True, "validation_loss": 2.5}
+
+
+def test_a_terminal_shows_a_bar(
+    plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = Plan.load(plan_file)
+    config = TrainConfig(plan=str(plan_file), steps=4, output="run")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    with training_log(config, plan) as log:
+        log({"message": "page-locking"})
+        log(ROW)
+    shown = capsys.readouterr().err
+    for words in ("page-locking", "3/4", "loss 1.2500, 512 tokens/s, HFU", "1 skipped", "validation loss 2.5000"):
+        assert words in shown
+    flops = plan.model.model_flops_per_token(plan.sequence, causal=True) * 4 / 3
+    peak = plan.hardware.accelerator.peak("fp32") * 2
+    assert hardware_flops_utilization(plan, 512.0) == pytest.approx(flops * 512.0 / peak)
+
+
+def test_tensorboard_gets_the_numbers(
+    refused: Refused, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: dict[tuple[str, int], float] = {}
+
+    class Writer:
+        def __init__(self, folder: Path) -> None:
+            assert folder == tmp_path / "run" / "tensorboard"
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written[name, step] = value
+
+        def close(self) -> None:
+            written["closed", 0] = 1.0
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    config = TrainConfig(plan=str(plan_file), steps=4, output=str(tmp_path / "run"), tensorboard=True)
+    with training_log(config, Plan.load(plan_file)) as log:
+        log({"message": "words"})
+        log(ROW)
+    assert written == {(name, 3): float(value) for name, value in ROW.items() if name != "step"} | {("closed", 0): 1.0}
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert "pip install tensorboard" in refused(*train(plan_file, tmp_path / "run", "--tensorboard"))
+    assert not (tmp_path / "run").exists()

@@ -215,6 +215,21 @@ def _environment(pid: str) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
+def test_auto_starts_over_what_ended_before_its_first_checkpoint(
+    small_plan: SmallPlan, run_plan: RunPlan, tmp_path: Path
+) -> None:
+    plan, output = small_plan(1, backward=1), tmp_path / "run"
+    with pytest.raises(RunFailedError):
+        run(plan, steps=4, output=output, checkpoint_every=2, resume="auto", hooks=TestHooks(kill=(0, 1)))
+    assert (output / "plan.json").exists()
+    with pytest.raises(SpipeError, match="already holds a run"):
+        run(plan, steps=4, output=output, checkpoint_every=2)
+    result = run_plan(plan, 4, output=output, checkpoint_every=2, resume="auto")
+    assert (result.summary["first_step"], len(find_checkpoints(output))) == (0, 2)
+    with pytest.raises(SpipeError, match=r"has gone on to step-00000004; to go on from step 2 instead"):
+        run(plan, steps=9, output=output, resume=find_checkpoints(output)[0])
+
+
 def test_a_full_disk_ends_the_run_with_the_reason(
     small_plan: SmallPlan, run_plan: RunPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,8 +166,13 @@ def test_killed_while_saving_the_checkpoint_before_is_whole(
     assert [row["loss"] for row in rows] == reference.losses
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_saves_and_ends(small_plan: SmallPlan, run_plan: RunPlan, tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "all_processes"),
+    [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGUSR1, False), (signal.SIGTERM, True)],
+)
+def test_a_signal_saves_and_ends(
+    small_plan: SmallPlan, run_plan: RunPlan, tmp_path: Path, number: int, all_processes: bool
+) -> None:
     plan, output = small_plan(2), tmp_path / "run"
     plan.save(tmp_path / "plan.json")
     code = "import sys; from spipe.cli import main; main(sys.argv[1:])"
@@ -176,6 +181,9 @@ def test_a_signal_saves_and_ends(small_plan: SmallPlan, run_plan: RunPlan, tmp_p
     while not (output / "metrics.jsonl").exists() or not (output / "metrics.jsonl").read_text().count("\n") > 2:
         assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.05)
+    if all_processes:  # as some batch systems do
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(child), number)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors

@@ -154,7 +154,7 @@ def _require_one_host(size: int, local_size: int, rank: int) -> None:
 
 def _job(options: argparse.Namespace, plan: Plan) -> Any:
     from spipe.runtime.job import Job
-    from spipe.runtime.training import resolve_resume
+    from spipe.runtime.training import resolve_resume, starts_over
 
     return Job(
         plan=plan,
@@ -163,7 +163,7 @@ def _job(options: argparse.Namespace, plan: Plan) -> Any:
         tokenizer=options.tokenizer,
         resume=resolve_resume(options.resume, options.output),
         model_folder=options.model_folder,
-        overwrite=options.force,
+        overwrite=options.force or starts_over(options.resume, options.output),
         transport=options.transport,
         dump_state=options.dump_state,
         **_numbers(options),

@@ -7,7 +7,7 @@ from pathlib import Path
 from spipe.errors import SpipeError
 from spipe.memory import memory
 from spipe.plan import Plan
-from spipe.runtime.checkpoint import FOLDER, START, Checkpoint, Position
+from spipe.runtime.checkpoint import FOLDER, START, Checkpoint, Position, find_checkpoints
 from spipe.runtime.data import TOKENS_FILE, Corpus, load_tokenizer
 from spipe.runtime.hooks import NO_HOOKS, TestHooks
 from spipe.runtime.huggingface import ModelFolder, check_exportable
@@ -194,6 +194,12 @@ class Job:
             ModelFolder(self.model_folder, self.plan.model)
         if self.resume:
             Checkpoint.load(self.resume).check(self.plan)
+            later = find_checkpoints(self.output)[-1:] if self.continues_run else []
+            if later and Checkpoint.load(later[0]).position.step > self.start.step:
+                raise SpipeError(
+                    f"{self.output} has gone on to {later[0].name}; to go on from step {self.start.step} instead give "
+                    "another output folder, or remove the later checkpoints"
+                )
             if self.num_steps < 1:
                 raise SpipeError(
                     f"{self.resume} has {self.start.step} steps behind it, steps = {self.steps} is the total to reach; "

@@ -161,10 +161,12 @@ class RankProcesses:
 class StopSignals:
     """While active, SIGTERM, SIGINT and SIGUSR1 ask for an orderly end; a second SIGINT interrupts as ever.
 
-    Only where the run can save, and only in a program's main thread, where alone signals can be handled.
+    Only where the run can save, and only in a program's main thread, where alone signals can be handled. ``also`` is
+    another way to ask.
     """
 
-    def __init__(self, active: bool) -> None:
+    def __init__(self, active: bool, also: threading.Event | None = None) -> None:
+        self._also = also or threading.Event()
         self._active = active and threading.current_thread() is threading.main_thread()
         self._before: dict[int, Any] = {}
         self._asked = self._taken = False
@@ -187,7 +189,7 @@ class StopSignals:
 
     def is_set(self) -> bool:
         """Whether an end was asked for."""
-        return self._asked
+        return self._asked or self._also.is_set()
 
     def take(self) -> bool:
         """Whether an end was asked for since the last call."""

@@ -17,6 +17,7 @@ def main() -> None:
     threading.Thread(target=_read, args=(pipe, commands, stop), name="commands", daemon=True).start()
 
     from spipe.runtime.failure import RunFailedError
+    from spipe.runtime.launch import StopSignals
     from spipe.runtime.rank import run_rank
     from spipe.runtime.rendezvous import connect, prefixed, serve
 
@@ -30,7 +31,8 @@ def main() -> None:
         job, rank, port, number = value
         store = server or connect("127.0.0.1", port)
         try:
-            run_rank(job, rank, prefixed(store, f"job{number}"), lambda row: pipe.send(("report", row)), stop)
+            with StopSignals(job.saves, stop) as asked:  # a batch system may signal every process of a job
+                run_rank(job, rank, prefixed(store, f"job{number}"), lambda row: pipe.send(("report", row)), asked)
         except RunFailedError as error:
             _leave(pipe, str(error))
         except Exception as error:

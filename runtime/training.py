@@ -136,7 +136,7 @@ def run(
         timeout_s=timeout_s,
         trace_steps=trace_steps,
         host_memory_bytes=host_memory_bytes,
-        overwrite=overwrite,
+        overwrite=overwrite or starts_over(resume, Path(output)),
         dump_state=_path(dump_state),
         hooks=hooks,
     )
@@ -160,6 +160,11 @@ def resolve_resume(resume: str | Path | None, output: Path) -> Path | None:
         found = find_checkpoints(output)
         return found[-1] if found else None
     return find_checkpoint(Path(resume))
+
+
+def starts_over(resume: str | Path | None, output: Path) -> bool:
+    """Whether ``auto`` finds a run that was ended before its first checkpoint: it may be replaced."""
+    return str(resume) == "auto" and not find_checkpoints(output) and not (output / "result.json").exists()
 
 
 def prepare(job: Job) -> None:

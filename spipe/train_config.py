@@ -14,6 +14,7 @@ from spipe.units import NonNegative, Positive, Spec, read_table
 Count = Annotated[int, Field(strict=True, ge=1)]
 CONFIG_FILE = "train.toml"
 _OPTIMIZER = tuple(AdamW.model_fields)
+_NEEDED = {"plan": "PLAN", "steps": "--steps", "output": "--output"}
 
 
 class TrainConfig(Spec):
@@ -55,14 +56,14 @@ class TrainConfig(Spec):
     def load(cls, file: Path | None, options: Mapping[str, Any]) -> "TrainConfig":
         """The file's values, and on top of them the options that are not None. Raises SpipeError."""
         table = {} if file is None else read_table(file)
-        given = {key: value for key, value in options.items() if value is not None}
-        config = {**table, **given}
-        missing = [name for name in ("plan", "steps", "output") if name not in config]
+        table |= {key: value for key, value in options.items() if value is not None}
+        source = "options" if file is None else f"{file} and options"
+        config = cls.from_table({"plan": "", "steps": 1, "output": "", **table}, source)  # what is there comes first
+        missing = [option for name, option in _NEEDED.items() if name not in table]
         if missing:
             where = "on the command line" if file is None else f"in {file} or on the command line"
-            words = {"plan": "PLAN", "steps": "--steps", "output": "--output"}
-            raise SpipeError(f"{', '.join(words[name] for name in missing)} is missing; give it {where}")
-        return cls.from_table(config, "options" if file is None else f"{file} and options")
+            raise SpipeError(f"{', '.join(missing)} is missing; give it {where}")
+        return config
 
     def text(self) -> str:
         """The file that says the same."""

@@ -166,12 +166,12 @@ def run(
 
     from spipe import runtime, show
     from spipe.runtime.job import RUN_FILES
-    from spipe.runtime.training import resolve_resume
+    from spipe.runtime.training import resolve_resume, starts_over
 
     start = resolve_resume(config.resume, folder)
-    continued = start is not None and start.resolve().is_relative_to(folder.resolve())
+    goes_on = start is not None and start.resolve().is_relative_to(folder.resolve())
     for name in RUN_FILES:
-        if (folder / name).exists() and not force and not continued:
+        if (folder / name).exists() and not (force or goes_on or starts_over(config.resume, folder)):
             raise SpipeError(
                 f"{folder} already holds a run, finished or not ({name}); give another folder, --force to "
                 "replace the run, or --resume to go on from its checkpoint"

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -167,8 +166,13 @@ def test_killed_while_saving_the_checkpoint_before_is_whole(
     assert [row["loss"] for row in rows] == reference.losses
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_saves_and_ends(small_plan: SmallPlan, run_plan: RunPlan, tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "all_processes"),
+    [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGUSR1, False), (signal.SIGTERM, True)],
+)
+def test_a_signal_saves_and_ends(
+    small_plan: SmallPlan, run_plan: RunPlan, tmp_path: Path, number: int, all_processes: bool
+) -> None:
     plan, output = small_plan(2), tmp_path / "run"
     plan.save(tmp_path / "plan.json")
     code = "import sys; from spipe.cli import main; main(sys.argv[1:])"
@@ -177,6 +181,9 @@ def test_a_signal_saves_and_ends(small_plan: SmallPlan, run_plan: RunPlan, tmp_p
     while not (output / "metrics.jsonl").exists() or not (output / "metrics.jsonl").read_text().count("\n") > 2:
         assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.05)
+    if all_processes:  # as some batch systems do
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(child), number)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
@@ -189,17 +196,46 @@ def test_a_signal_saves_and_ends(small_plan: SmallPlan, run_plan: RunPlan, tmp_p
     assert differences(state_of(result), Reference(plan).run(done + 2).state) == []
 
 
-def test_a_launcher_may_signal_any_rank(small_plan: SmallPlan, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_a_launcher_a_signal_to_any_rank_stops_all(small_plan: SmallPlan, tmp_path: Path, rank: int) -> None:
     """The ranks agree: one that is asked to stop stops all of them, after the same step."""
-    from spipe.runtime.__main__ import main
-
-    plan, output = small_plan(1, backward=1), tmp_path / "run"
+    plan, output = small_plan(2), tmp_path / "run"
     plan.save(tmp_path / "plan.json")
-    timer = threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGUSR1))
-    timer.start()
-    assert main([str(tmp_path / "plan.json"), "--steps=100000", "-o", str(output), "--checkpoint-every=9000000"]) == 0
-    timer.cancel()
-    assert len(find_checkpoints(output)) == 1
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "spipe.runtime"]
+    arguments = [tmp_path / "plan.json", "--steps", "100000", "--checkpoint-every", "1000000", "-o", output]
+    process = subprocess.Popen([*torchrun, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    while not (output / "metrics.jsonl").exists() or not (output / "metrics.jsonl").read_text().count("\n") > 2:
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = {int(_environment(child)["RANK"]): int(child) for child in children if "RANK" in _environment(child)}
+    os.kill(ranks[rank], signal.SIGUSR1)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    (folder,) = find_checkpoints(output)
+    done = Checkpoint.load(folder).position.step
+    assert len((output / "metrics.jsonl").read_text().splitlines()) == done
+
+
+def _environment(pid: str) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def test_auto_starts_over_what_ended_before_its_first_checkpoint(
+    small_plan: SmallPlan, run_plan: RunPlan, tmp_path: Path
+) -> None:
+    plan, output = small_plan(1, backward=1), tmp_path / "run"
+    with pytest.raises(RunFailedError):
+        run(plan, steps=4, output=output, checkpoint_every=2, resume="auto", hooks=TestHooks(kill=(0, 1)))
+    assert (output / "plan.json").exists()
+    with pytest.raises(SpipeError, match="already holds a run"):
+        run(plan, steps=4, output=output, checkpoint_every=2)
+    result = run_plan(plan, 4, output=output, checkpoint_every=2, resume="auto")
+    assert (result.summary["first_step"], len(find_checkpoints(output))) == (0, 2)
+    with pytest.raises(SpipeError, match=r"has gone on to step-00000004; to go on from step 2 instead"):
+        run(plan, steps=9, output=output, resume=find_checkpoints(output)[0])
 
 
 def test_a_full_disk_ends_the_run_with_the_reason(

@@ -54,6 +54,16 @@ def test_the_norm_is_that_of_the_whole_model_for_any_cut(
     assert differences(torch.load(result.output / "state.pt"), reference.state) == []
 
 
+def test_any_number_of_microbatches_has_the_gradients_of_one(run_plan: RunPlan, small_plan: SmallPlan) -> None:
+    """42 sequences in 1, 2, 3 and 7 microbatches: the same text, the same loss, and the same gradients."""
+    rows: list[dict[str, Any]] = []
+    for count in (1, 2, 3, 7):
+        plan = small_plan(2, microbatches=count, microbatch_size=42 // count, sequence=8)
+        run_plan(plan, 1, log=rows.append)
+    for name in ("loss", "gradient_norm"):
+        assert [row[name] for row in rows] == pytest.approx([rows[0][name]] * 4, rel=1e-5)
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_clipping_with_overflow_and_loss_scale(run_plan: RunPlan, small_plan: SmallPlan, precision: str) -> None:
     plan = small_plan(

@@ -1,0 +1,199 @@
+"""Training from the command line: a configuration file, going on, evaluation, export and samples; wrong input."""
+
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from spipe.cli.progress import hardware_flops_utilization, training_log
+from spipe.plan import Plan, make_plan
+from spipe.train_config import TrainConfig
+
+from .conftest import Command
+
+Refused = Callable[..., str]
+
+
+def train(plan_file: Path, output: Path, *options: object) -> list[object]:
+    return ["run", plan_file, "--steps", 4, "-o", output, "--checkpoint-every", 2, *options]
+
+
+def test_a_run_goes_on_in_its_folder_and_is_sampled(command: Command, plan_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ["--validation-fraction", 0.1, "--evaluate-every", 3]
+    first = command(*train(plan_file, run, *options))
+    assert first.code == 0, first.err
+    assert "checkpoint of step 2" in first.err
+    assert "validation loss" in first.err
+    again = command(*train(plan_file, run, *options, "--steps", 7, "--resume", "auto", "--json", "-"))
+    assert again.code == 0, again.err
+    summary = json.loads(again.out)
+    assert (summary["first_step"], summary["steps"], summary["num_updates"]) == (4, 3, 7)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(7))
+    # Every 3 steps, and after the last one of each run (the fourth step's row is the first run's).
+    assert [row["step"] + 1 for row in rows if "validation_loss" in row] == [3, 4, 6, 7]
+    assert summary["validation_losses"].keys() == {"5", "6"}
+
+    exported = command("export", run, "-o", tmp_path / "model", "--precision", "bf16")
+    assert exported.code == 0, exported.err
+    with safe_open(tmp_path / "model" / "model.safetensors", "np") as tensors:
+        assert tensors.get_slice("model.embed_tokens.weight").get_dtype() == "BF16"
+    texts = [command("sample", run, "--prompt", "The ", "--max-tokens", 5, "--seed", seed).out for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].startswith("The ")
+    greedy = command("sample", tmp_path / "model", "--prompt", "T", "--max-tokens", 2, "--temperature", 0)
+    assert greedy.code == 0
+
+
+def test_an_evaluation_does_not_depend_on_the_ranks(command: Command, plan_file: Path, tmp_path: Path) -> None:
+    """The same losses from one rank as from two; what is trained stays the same with and without evaluation."""
+    plan = Plan.load(plan_file)
+    alone = make_plan(
+        plan.model, plan.hardware, num_ranks=1, forward_stages=1, backward_stages=1, global_batch=plan.global_batch,
+        microbatch_size=plan.microbatch_size, sequence=plan.sequence, precision="fp32",
+    )  # fmt: skip
+    alone.save(tmp_path / "alone.json")
+    summaries = []
+    for number, file in enumerate((plan_file, tmp_path / "alone.json", plan_file)):
+        options = ["--validation-fraction", 0.1, *(["--evaluate-every", 1] if number < 2 else [])]
+        result = command("run", file, "--steps", 3, "-o", tmp_path / str(number), *options, "--json", "-")
+        assert result.code == 0, result.err
+        summaries.append(json.loads(result.out))
+    assert len(summaries[0]["validation_losses"]) == 3
+    assert summaries[0]["validation_losses"] == summaries[1]["validation_losses"]
+    assert summaries[0]["losses"] == summaries[1]["losses"] == summaries[2]["losses"]
+
+
+def test_options_outrank_the_file_and_are_dumped(command: Command, plan_file: Path, tmp_path: Path) -> None:
+    config = tmp_path / "train.toml"
+    config.write_text(f'plan = "{plan_file}"\nsteps = 3\nlearning_rate = 0.5\nmax_norm = 2.0\n')
+    dumped = command("run", "--config", config, "--steps", 5, "-o", tmp_path / "run", "--dump-config")
+    assert dumped.code == 0
+    table = tomllib.loads(dumped.out)
+    assert (table["steps"], table["learning_rate"], table["output"]) == (5, 0.5, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+    config.write_text(dumped.out)
+    done = command("run", "--config", config, "--learning-rate", 1e-3, "--steps", 2)
+    assert done.code == 0, done.err
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert (plan["optimizer"]["learning_rate"], plan["optimizer"]["max_norm"]) == (1e-3, 2.0)
+    assert tomllib.loads((tmp_path / "run" / "train.toml").read_text()) == table | {"learning_rate": 1e-3, "steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-norm", "0"], r"max_norm = 0.0 should be greater than 0"),
+        (["--max-norm", "nan"], r"max_norm = nan should be"),
+        (["--learning-rate-schedule", "cosin"], r"learning_rate_schedule = 'cosin' should be 'constant', 'linear'"),
+        (
+            ["--learning-rate-schedule", "cosine", "--warmup-steps", "9"],
+            r"warmup_steps = 9 should be below the 4 steps",
+        ),
+        (["--validation-fraction", "1"], r"validation_fraction = 1.0 should be less than 1"),
+        (["--evaluate-every", "1"], r"evaluate_every needs text to evaluate on"),
+        (["--token-bytes", "3"], r"token_bytes = 3 should be 2 or 4"),
+        (["--keep", "0"], r"'--keep'.*0 is not a whole number"),
+        (["--resume", "nowhere"], r"nowhere is no checkpoint and no run folder with one"),
+        (["--from", "nowhere"], r"nowhere: there is no such folder"),
+        (["--tokenizer", "nowhere.json"], r"nowhere.json: (there is no such file|reading a tokenizer needs)"),
+        (["--config", "nowhere.toml"], r"cannot read nowhere.toml"),
+        (["--data", "bad.bin"], r"bad.bin: token 700 at position 3, but the model's vocabulary has 256"),
+        (["--data", "short.bin"], r"short.bin: the text has 5 tokens, but a sequence of 32 tokens .* need 33"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_options_leave_nothing(
+    refused: Refused, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.array([1, 2, 3, 700, *range(100)], dtype="<u2").tofile("bad.bin")
+    np.arange(5, dtype="<u2").tofile("short.bin")
+    assert re.search(message, refused(*train(plan_file, Path("run"), *options)))
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepz = 3", r"train.toml.*unknown key 'stepz'; nearest: steps"),
+        ("momentum = 0.9", r"unknown key 'momentum'"),
+        ('learning_rate = "fast"', r"learning_rate = 'fast' should be a number"),
+        ("steps = 2.5", r"steps = 2.5 should be a valid integer"),
+        ("steps = ", r"train.toml: "),
+        ("", r"PLAN, --steps, --output is missing; give it in .*train.toml or on the command line"),
+    ],
+)
+def test_wrong_configuration_files(refused: Refused, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "train.toml").write_text(text)
+    rest: list[Any] = [] if not text else ["plan.json", "-o", tmp_path / "run"]
+    assert re.search(message, refused("run", "--config", tmp_path / "train.toml", *rest))
+
+
+def test_a_run_without_a_checkpoint_is_not_exported(command: Command, refused: Refused, plan_file: Path) -> None:
+    run = plan_file.parent / "run"
+    assert command("run", plan_file, "--steps", 1, "-o", run).code == 0
+    for arguments in (["export", run, "-o", run / "model"], ["sample", run, "--prompt", "x"]):
+        assert "is no checkpoint and no run folder with one" in refused(*arguments)
+    assert "already holds a run" in refused(*train(plan_file, run, "--resume", "auto"))
+    assert command(*train(plan_file, run, "--resume", "auto", "--force")).code == 0
+    assert "temperature = -1.0 should be" in refused("sample", run, "--prompt", "x", "--temperature", "-1")
+    assert "the prompt is empty" in refused("sample", run, "--prompt", "")
+    assert "unknown precision 'fp8'" in refused("export", run, "-o", run / "model", "--precision", "fp8")
+    assert "exists; give the name of a new folder" in refused("export", run, "-o", run)
+
+
+ROW = {"step": 2, "loss": 1.25, "step_s": 0.5, "tokens_per_s": 512.0, "skipped": True, "validation_loss": 2.5}
+
+
+def test_a_terminal_shows_a_bar(
+    plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = Plan.load(plan_file)
+    config = TrainConfig(plan=str(plan_file), steps=4, output="run")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    with training_log(config, plan) as log:
+        log({"message": "page-locking"})
+        log(ROW)
+    shown = capsys.readouterr().err
+    for words in ("page-locking", "3/4", "loss 1.2500, 512 tokens/s, HFU", "1 skipped", "validation loss 2.5000"):
+        assert words in shown
+    flops = plan.model.model_flops_per_token(plan.sequence, causal=True) * 4 / 3
+    peak = plan.hardware.accelerator.peak("fp32") * 2
+    assert hardware_flops_utilization(plan, 512.0) == pytest.approx(flops * 512.0 / peak)
+
+
+def test_tensorboard_gets_the_numbers(
+    refused: Refused, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: dict[tuple[str, int], float] = {}
+
+    class Writer:
+        def __init__(self, folder: Path) -> None:
+            assert folder == tmp_path / "run" / "tensorboard"
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written[name, step] = value
+
+        def close(self) -> None:
+            written["closed", 0] = 1.0
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    config = TrainConfig(plan=str(plan_file), steps=4, output=str(tmp_path / "run"), tensorboard=True)
+    with training_log(config, Plan.load(plan_file)) as log:
+        log({"message": "words"})
+        log(ROW)
+    assert written == {(name, 3): float(value) for name, value in ROW.items() if name != "step"} | {("closed", 0): 1.0}
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert "pip install tensorboard" in refused(*train(plan_file, tmp_path / "run", "--tensorboard"))
+    assert not (tmp_path / "run").exists()

@@ -231,6 +231,9 @@ class Handlers:
         slab = self.buffers.slabs[self.program.slot[op]]
         if (step, stage - self.num_forward) in self.hooks.overflow and first == origin:
             slab[:1].fill_(float("inf"))
+        for use in table.tied or ():
+            if step in self.hooks.huge and first <= use.first < stop:
+                slab[use.first - origin] = 3e38
         target = self.store.gradients[first:stop]
         if self.program.reads_held(op):
             held = self._held(op).gradient

@@ -10,6 +10,7 @@ class TestHooks:
 
     Attributes:
         overflow: (step, backward stage) pairs; the first gradient element of that stage becomes infinite.
+        huge: steps in which the tied weight's first gradient element is so large, in both uses, that the sum overflows.
         poison: fill every buffer with NaN once its content is no longer needed.
         delay_s: sleep a random time up to this before every op.
         kill: (rank, step): that rank kills its own process at the first op of that step.
@@ -21,6 +22,7 @@ class TestHooks:
     __test__ = False
 
     overflow: tuple[tuple[int, int], ...] = ()
+    huge: tuple[int, ...] = ()
     poison: bool = False
     delay_s: float = 0.0
     kill: tuple[int, int] | None = None

@@ -265,15 +265,14 @@ class Settlement:
             if nonfinite:
                 self.overflowed = step
         self.pending.clear()
-        if self.tied_gradient >= 0 and max_norm is not None:
+        if self.tied_gradient >= 0:
             self._tied_statistics(step)
         self.store.stops[step % 2, self.rank] = self.session.stop_asked()
         self.meet("validate", step)
         overflow = bool(place[:, 0].any())
         norm, clipping = math.nan, 1.0
         if not overflow:
-            if self.store.table.tied is None or max_norm is not None:
-                norm = math.sqrt(math.fsum(place[:, 1] * self.counted)) / self.scaling[step].loss_scale
+            norm = math.sqrt(math.fsum(place[:, 1] * self.counted)) / self.scaling[step].loss_scale
             if max_norm is not None and norm > max_norm:
                 clipping = max_norm / norm
         self.verdicts[step] = Verdict(overflow, norm, clipping)
@@ -282,7 +281,7 @@ class Settlement:
         self.session.validated(step, bool(self.store.stops[step % 2].any()), self.scaling[step + 1], self.parameters)
 
     def _tied_statistics(self, step: int) -> None:
-        """The norm counts a tied weight once, with the sum of both gradients; the head's own place is left out."""
+        """A tied weight counts once, with the sum of both gradients, which may overflow where neither does."""
         assert self.store.table.tied is not None
         low, high = self.store.table.tied
         self.store.flags.wait(self.tied_gradient, step + 1, math.inf, self.store.layout.abort)

@@ -7,6 +7,7 @@ gradient or stage input has its place from the moment its receive may be posted.
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from spipe.errors import SpipeError
@@ -197,7 +198,7 @@ class _Account:
         workspaces = {"workspaces of libraries": 2 * WORKSPACE_BYTES} if on_gpu else {}
         if self.program.options.recompute != "never":
             return {"activations and temporaries": self.working_set(rank), **workspaces}
-        pairs = (zip(stages, stages[1:], strict=False) for stages in (layout.forward, layout.backward))
+        pairs = (pairwise(stages) for stages in (layout.forward, layout.backward))
         local = sum(any(a.rank == b.rank == rank for a, b in stages) for stages in pairs)
         return {
             "local activations": (self.program.num_microbatches + 1) * self.boundary * local,

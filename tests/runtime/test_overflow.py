@@ -119,3 +119,14 @@ def test_a_real_overflow_of_fp16(run_plan: Callable[..., RunResult], small_plan:
     result = run_plan(plan, STEPS)
     assert result.skipped_steps == reference.skipped
     assert differences(torch.load(result.output / "state.pt"), reference.state) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer": "sync"}], ids=str)
+def test_the_two_gradients_of_a_tied_weight_overflow_only_together(
+    run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan], options: dict[str, Any]
+) -> None:
+    plan = small_plan(2, backward=2, microbatches=2, tied=True, options=options)
+    reference = Reference(plan, overflow=((BAD_STEP, 0),)).run(4)
+    result = run_plan(plan, 4, hooks=TestHooks(huge=(BAD_STEP,)))
+    assert result.skipped_steps == reference.skipped == [BAD_STEP]
+    assert differences(torch.load(result.output / "state.pt"), reference.state) == []

@@ -208,8 +208,8 @@ class ModelSpec(Spec):
 
         Block, in elements per token: the two normed inputs, the inner residual and the output 4h; queries and attention
         output 2a; keys and values 2k (with q/k norms also their inputs, and the queries as attention reads them:
-        2a + k); gate, up, silu(gate) and the product 4f; and 4 bytes per head for the log-sum-exp (and for each q/k norm). Head:
-        normed input h and, in fp32, the log-softmax V; in chunks only the former. Embedding: the token ids.
+        2a + k); gate, up, silu(gate) and the product 4f; and 4 bytes per head for the log-sum-exp (and for each q/k
+        norm). Head: normed input h and, in fp32, the log-softmax V; in chunks only the former. Embedding: token ids.
         """
         tokens, h = num_sequences * sequence, self.hidden_size
         if kind == "embedding":

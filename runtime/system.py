@@ -1,7 +1,9 @@
-"""What the machine offers: host memory under its limits."""
+"""What the machine offers: host memory under its limits, devices."""
 
+import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from spipe.errors import SpipeError
 
@@ -62,3 +64,31 @@ def require_host_memory(items: Mapping[str, int], available_bytes: int) -> None:
         f'available\n{rows}\nUse a smaller model, optimizer = "sync" in the options (no undo data), or say how much '
         "this machine has if it shows less (`spipe run --host-memory-gib`; host_memory_bytes in Python)"
     )
+
+
+def device_facts() -> dict[str, Any]:
+    """What a run can use here: host memory, the limit of page-locking, devices and how they reach each other."""
+    import torch
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    facts: dict[str, Any] = {
+        "host memory": f"{available_host_memory() / 2**30:.1f} GiB",
+        "memory that may be page-locked": "all" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.1f} MiB",
+        "devices": ["cpu"],
+    }
+    if not torch.cuda.is_available():
+        return facts
+    count = torch.cuda.device_count()
+    for index in range(count):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        facts["devices"].append(f"cuda:{index} {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+    facts["CUDA of torch"] = torch.version.cuda
+    facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    without = [f"{a} to {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    if pairs:
+        facts["peer access"] = (
+            f"not from {', '.join(without)}: use transport host" if without else "between all devices"
+        )
+    return facts

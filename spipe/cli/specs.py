@@ -89,7 +89,7 @@ def doctor(json_file: JsonFile = None, force: Force = False) -> None:
         "platform": platform.platform(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
-    for package in ("torch", "simpy", "numpy", "mpi4py"):
+    for package in ("torch", "triton", "simpy", "numpy", "mpi4py"):
         try:
             facts[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -105,10 +105,9 @@ def doctor(json_file: JsonFile = None, force: Force = False) -> None:
     except ImportError as error:
         facts["native code"] = f"not built ({error}); install the package, or build it with cmake"
     try:
-        import torch
+        from spipe.runtime.system import device_facts
 
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        facts["devices"] = ["cpu", *names]
+        facts |= device_facts()
     except ImportError as error:
         facts["devices"] = f"unknown: torch cannot be imported ({error})"
     output.show({"doctor": facts}, lambda console: show.facts(console, facts))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from spipe.errors import SpipeError
 from spipe.memory import memory
@@ -91,3 +92,24 @@ def test_measured_traces_have_metrics(run_plan: Callable[..., RunResult], small_
     for rank in range(2):
         assert found.busy_s[rank] > 0
         assert found.busy_s[rank] + sum(found.bubbles[rank].values()) == pytest.approx(window_s, rel=1e-9)
+
+
+def test_devices_and_their_connections_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pretended devices that cannot reach each other's memory."""
+    from spipe.runtime.system import device_facts
+
+    assert device_facts()["devices"][0] == "cpu"
+    pretended = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "mem_get_info": lambda index: (8 << 30, 24 << 30),
+        "get_device_name": lambda index: "GeForce",
+        "can_device_access_peer": lambda a, b: False,
+    }
+    for name, value in pretended.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    facts = device_facts()
+    assert facts["devices"] == ["cpu", *(f"cuda:{i} GeForce, 8.0 of 24.0 GiB free" for i in range(2))]
+    assert facts["peer access"] == "not from 0 to 1, 1 to 0: use transport host"
+    assert facts["NCCL"] == "none"

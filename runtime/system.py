@@ -84,7 +84,9 @@ def device_facts() -> dict[str, Any]:
         name = torch.cuda.get_device_name(index)
         facts["devices"].append(f"cuda:{index} {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
     facts["CUDA of torch"] = torch.version.cuda
-    facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+    facts["NCCL"] = "none"
+    if torch.distributed.is_nccl_available():
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     without = [f"{a} to {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
     if pairs:

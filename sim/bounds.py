@@ -53,7 +53,7 @@ def lower_bound_s(
         backward = seconds(stage.layers, Kind.BACKWARD, "backward")
         recompute = seconds(stage.layers, Kind.RECOMPUTE, "recompute") if k >= kept else 0.0
         busy[stage.rank] += num_microbatches * (recompute + backward)
-        num_ops[stage.rank] += 2 * num_microbatches
+        num_ops[stage.rank] += (2 if k >= kept else 1) * num_microbatches
         num_backward[stage.rank] += 1
         below += backward
         on_host = range(min(max(stage.first, held_layers), stage.stop), stage.stop)
@@ -145,7 +145,10 @@ def least_step_s(
     hosts = -(-num_ranks // hardware.ranks_per_host)
     on_hosts = layers[min(held_layers, len(layers)) :]
     stepped = costs.num_stepped_parameters(on_hosts)
-    on_host = min(1.0, costs.adam_threads * costs.ranks_per_host / hardware.cpu.cores)
+    one_each = costs.adam_threads * costs.ranks_per_host / hardware.cpu.cores
+    on_host = (
+        1.0 if steps_together else min(1.0, one_each)
+    )  # several STEPs of a rank use cores that its share leaves over
     optimizer = stepped / (hosts * hardware.cpu.adam_parameters_per_s * on_host * together)
     if barrier:
         optimizer += forward[:-1].sum() + num_microbatches * again[-1]

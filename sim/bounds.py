@@ -4,7 +4,9 @@ Ops never take less than their own seconds, whatever they share, so that content
 of steps in steady state: the distance of two VALIDATEs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +19,10 @@ _TOGETHER = 1.2
 """Several STEPs at a time are at most so many times faster than one after the other; see ``spipe.sim.pricing``."""
 
 
-def lower_bound_s(costs: CostModel, layout: Layout, num_microbatches: int, *, held_layers: int = 0) -> float:
-    """A step of this layout takes at least this long, if accelerators hold and step the lowest ``held_layers``.
+def lower_bound_s(
+    costs: CostModel, layout: Layout, num_microbatches: int, options: Mapping[str, Any] = MappingProxyType({})
+) -> float:
+    """A step of this layout, with ``options`` that differ from the defaults, takes at least this long.
 
     The compute of two steps never overlaps. So a step lasts as long as a rank computes, and the time the forward stages
     below its first one take to send it the first microbatch, the time the backward stages below its last one take for
@@ -26,6 +30,9 @@ def lower_bound_s(costs: CostModel, layout: Layout, num_microbatches: int, *, he
     device ``cpu``, the cores of a host are bounds, too.
     """
     hardware = costs.hardware
+    held_layers = options.get("device_layers", 0)
+    kept = len(layout.forward) if options.get("recompute") == "never" else 0  # stages that recompute nothing
+    turns = not held_layers and options.get("optimizer") != "stale"
 
     def seconds(layers: range, kind: Kind, name: PassName) -> float:
         return costs.stage_s(layers, name) + costs.overhead_s(kind)
@@ -40,13 +47,13 @@ def lower_bound_s(costs: CostModel, layout: Layout, num_microbatches: int, *, he
         num_ops[stage.rank] += num_microbatches
         below += forward
     below = 0.0
-    for stage in layout.backward:
+    for k, stage in enumerate(layout.backward):
         if not num_backward[stage.rank]:
             tail[stage.rank] = below
         backward = seconds(stage.layers, Kind.BACKWARD, "backward")
-        recompute = seconds(stage.layers, Kind.RECOMPUTE, "recompute")
+        recompute = seconds(stage.layers, Kind.RECOMPUTE, "recompute") if k >= kept else 0.0
         busy[stage.rank] += num_microbatches * (recompute + backward)
-        num_ops[stage.rank] += 2 * num_microbatches
+        num_ops[stage.rank] += (2 if k >= kept else 1) * num_microbatches
         num_backward[stage.rank] += 1
         below += backward
         on_host = range(min(max(stage.first, held_layers), stage.stop), stage.stop)
@@ -55,9 +62,8 @@ def lower_bound_s(costs: CostModel, layout: Layout, num_microbatches: int, *, he
     if hardware.device != "cpu":
         issue = hardware.accelerator.launch_overhead_s
         busy = [max(total, (count - 1) * issue) for total, count in zip(busy, num_ops, strict=True)]
-    turn = (
-        0.0 if held_layers else turn_s(costs, {layout.forward[0].rank if layout.forward else layout.backward[0].rank})
-    )
+    lowest = layout.forward[0] if layout.forward else layout.backward[0]
+    turn = turn_s(costs, {lowest.rank}) if turns else 0.0
     bounds = [turn + sum(parts) for parts in zip(busy, lead, tail, strict=True)]
     hosts: dict[int, float] = {}
     for rank in range(layout.num_ranks):
@@ -92,6 +98,8 @@ def least_step_s(
     barrier: bool = False,
     held_layers: int = 0,
     steps_together: bool = True,
+    recompute: bool = True,
+    stale: bool = False,
 ) -> dict[str, float]:
     """No plan for ``num_ranks`` or fewer ranks has a step that is shorter than any of these times, by what limits it.
 
@@ -102,6 +110,8 @@ def least_step_s(
         barrier: whether plans have to end a step with a barrier.
         held_layers: so many of the lowest layers may be held and stepped by accelerators.
         steps_together: whether a rank may run several STEPs at a time.
+        recompute: whether all that is needed backward is recomputed.
+        stale: whether a step may begin before the weights of the step before are there.
 
     Compute: if n ranks share all ops evenly, each is busy for 1/n of them. The k-th rank that starts has at least k
     layers below its first one, and waits for them to send it the first microbatch; after the last op of the k-th rank
@@ -114,19 +124,20 @@ def least_step_s(
     """
     model, hardware = costs.model, costs.hardware
     layers = range(model.num_total_layers)
-    forward, recompute, backward = (
+    forward, again, backward = (
         np.array([costs.stage_s(range(i, i + 1), name) for i in layers])
         for name in ("forward", "recompute", "backward")
     )
-    again = recompute + backward
-    turn = 0.0 if held_layers else turn_s(costs, range(num_ranks))
+    again = again + backward  # of what is recomputed: that, and backward
+    below = again if recompute else backward  # of what lies below the top backward stage
+    turn = 0.0 if held_layers or stale else turn_s(costs, range(num_ranks))
     compute = np.inf
     lead, tail = np.cumsum([0.0, *forward]), np.cumsum([0.0, *backward])
     for used in range(1, num_ranks + 1):
         fill = np.mean([tail[min(k, len(layers))] for k in range(used)])
         for top in layers:  # the first layer of the top backward stage
             reach = len(layers) if full_forward else top
-            busy = num_microbatches * (again.sum() + forward[:reach].sum())
+            busy = num_microbatches * (below[:top].sum() + again[top:].sum() + forward[:reach].sum())
             late = np.mean([lead[min(k, reach)] for k in range(used)])
             shared = busy / used + fill + late
             compute = min(compute, max(shared, num_microbatches * again[top:].sum()))
@@ -134,12 +145,15 @@ def least_step_s(
     hosts = -(-num_ranks // hardware.ranks_per_host)
     on_hosts = layers[min(held_layers, len(layers)) :]
     stepped = costs.num_stepped_parameters(on_hosts)
-    on_host = min(1.0, costs.adam_threads * costs.ranks_per_host / hardware.cpu.cores)
+    one_each = costs.adam_threads * costs.ranks_per_host / hardware.cpu.cores
+    on_host = (
+        1.0 if steps_together else min(1.0, one_each)
+    )  # several STEPs of a rank use cores that its share leaves over
     optimizer = stepped / (hosts * hardware.cpu.adam_parameters_per_s * on_host * together)
     if barrier:
         optimizer += forward[:-1].sum() + num_microbatches * again[-1]
-    elif not held_layers and stepped >= num_ranks * costs.num_stepped_parameters(range(1)):
-        optimizer += num_microbatches * again[1:].min()
+    elif not held_layers and not stale and stepped >= num_ranks * costs.num_stepped_parameters(range(1)):
+        optimizer += num_microbatches * below[1:].min()
     parameters = costs.num_parameters(on_hosts)
     ranks = range(num_ranks)
     down = sum(_rate(costs, ("gpu", r), ("memory", hardware.host_of(r))) for r in ranks)
@@ -153,7 +167,7 @@ def least_step_s(
         "host memory": moved / (hosts * hardware.cpu.memory_bandwidth_bytes_per_s),
     }
     if hardware.device == "cpu":
-        busy = num_microbatches * again.sum() * costs.compute_threads
+        busy = num_microbatches * below.sum() * costs.compute_threads
         result["cores"] = float(busy + stepped / costs.adam_rate * costs.adam_threads) / (hosts * hardware.cpu.cores)
         result["optimizer"] = float(stepped / (hosts * hardware.cpu.adam_parameters_per_s * together))
     return result

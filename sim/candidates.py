@@ -96,8 +96,7 @@ class Candidate:
 
     def bounded(self, costs: CostModel, fixed: Mapping[str, Any] = MappingProxyType({})) -> "Candidate":
         """With the bound of its layout and options, of which some may be ``fixed`` by the caller of a search."""
-        held = {**self.options, **fixed}.get("device_layers", 0)
-        bound = lower_bound_s(costs, self.layout, self.num_microbatches, held_layers=held)
+        bound = lower_bound_s(costs, self.layout, self.num_microbatches, {**self.options, **fixed})
         return replace(self, bound_s=bound)
 
 
@@ -151,7 +150,9 @@ class Space:
         costs = self.cost_model(size, num_ranks)
         layout = _layout(schedule, num_ranks, _relative(costs.layer_costs()), forward, backward, full_forward)
         count = self.global_batch // size
-        unbounded = Candidate(schedule, num_ranks, forward, backward, size, count, layout, 0.0)
+        system = get_schedule(schedule)
+        options = dict(system.published) if system.simulated_only else {}
+        unbounded = Candidate(schedule, num_ranks, forward, backward, size, count, layout, 0.0, options)
         return unbounded.bounded(costs, self.options)
 
     def _stages(self, schedule: str, num_ranks: int) -> Iterator[tuple[int, int]]:

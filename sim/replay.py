@@ -8,10 +8,8 @@ level is a handful of array operations for all ops and all sets of costs togethe
 Lanes in deadline order are not max-plus: which op goes first depends on what is ready. But all ops of such a lane get
 ready without help from the lane itself, so that the lane is played, op by op, once it is known when each is ready. Only
 where an op gets ready at the very instant at which the lane ends another may the engine decide otherwise: it takes
-events of one instant one by one.
-
-With stale weights a FETCH waits for a COMMIT two steps back. That wait is left out here: it is hardly ever the last,
-and without it a step only seems faster.
+events of one instant one by one. And with stale weights (``optimizer`` ``stale``) the steps overlap in these lanes,
+each of which is played step by step here: then the replay is an estimate.
 """
 
 from array import array
@@ -77,8 +75,8 @@ class Replay:
         self.node = np.array([place[first] for first in leader], dtype=np.intp)
         """Op -> node."""
         self.num_nodes = len(self.leaders)
-        # Times are looked up in one array: this step's nodes, those of the step before, and the beginning of time.
-        self.origin = 2 * self.num_nodes
+        # Times are looked up in one array: this step's nodes, those of the two steps before, and the beginning of time.
+        self.origin = 3 * self.num_nodes
         self._build(place, leader)
 
     def _build(self, place: Sequence[int], leader: Sequence[int]) -> None:
@@ -89,7 +87,7 @@ class Replay:
         for i, (deps, carried) in enumerate(zip(program.dependencies, program.carried, strict=True)):
             mine = needs[place[leader[i]]]
             mine += [place[leader[d]] for d in deps]
-            mine += [place[leader[d]] + num_nodes for d in carried if program.lag(i, d) == 1]
+            mine += [place[leader[d]] + program.lag(i, d) * num_nodes for d in carried]
         lanes = [control if program.kind[i] in COLLECTIVES else program.lane[i] for i in self.leaders]
         queues: list[list[int]] = [[] for _ in range(control + 1)]
         for node, lane in enumerate(lanes):
@@ -181,11 +179,11 @@ class Replay:
         if seconds is None:
             seconds = np.array([[self.costs.seconds[i]] for i in self.leaders])
         num_nodes, columns = seconds.shape
-        start, end = np.zeros((2, 2 * num_nodes + 1, columns))
+        start, end = np.zeros((2, 3 * num_nodes + 1, columns))
         start[num_nodes:] = -np.inf
         for step in range(num_steps):
             if step:
-                start[num_nodes:-1], end[num_nodes:-1] = start[:num_nodes], end[:num_nodes]
+                start[num_nodes:-1], end[num_nodes:-1] = start[: 2 * num_nodes].copy(), end[: 2 * num_nodes].copy()
             for levels, urgent in self.phases:
                 for level in levels:
                     self._play_level(level, seconds, start, end)
@@ -238,8 +236,11 @@ class Replay:
         for step, (begun, done) in enumerate(self.steps(num_steps=num_steps)):
             start[step], end[step] = begun[self.node, 0], done[self.node, 0]
         ready = np.zeros_like(end)
-        carried = [tuple(d for d in deps if program.lag(i, d) == 1) for i, deps in enumerate(program.carried)]
-        for needs, shift in ((program.dependencies, 0), (carried, 1)):
+        for shift in range(3):
+            needs = [
+                [d for d in program.carried[i] if program.lag(i, d) == shift] if shift else deps
+                for i, deps in enumerate(program.dependencies)
+            ]
             waiting = [i for i, deps in enumerate(needs) if deps]
             flat, first = _joined([needs[i] for i in waiting])
             if not waiting:

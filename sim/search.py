@@ -392,6 +392,8 @@ class _Search:
                 ):
                     continue
                 for options in ({}, system.published):
+                    if Options(**options).simulated_only and not system.simulated_only:
+                        continue
                     full = bool(options) or space.full_forward
                     preset = space.candidate(
                         name, candidate.num_ranks, candidate.microbatch_size, forward, backward, full_forward=full
@@ -575,13 +577,22 @@ class _Search:
                     num_ranks,
                     space.global_batch // size,
                     full_forward=space.full_forward and not set(space.schedules) - {"spipe"},
-                    barrier=bool(options.get("barrier")),
+                    barrier=bool(options.get("barrier")) and options.get("optimizer") != "stale",
                     held_layers=held,
                     steps_together=together,
+                    recompute="never" not in self.choices("recompute"),
+                    stale=options.get("optimizer") == "stale",
                 )
                 limit = max(limits, key=lambda name: limits[name])
                 bounds.append((limits[limit], limit))
         return min(bounds)
+
+    def choices(self, name: str) -> list[Any]:
+        """What an option is in this search: what was fixed, else what simulated systems set it to."""
+        if name in self.job.options:
+            return [self.job.options[name]]
+        systems = [get_schedule(schedule) for schedule in self.space.schedules]
+        return [system.published.get(name) for system in systems if system.simulated_only]
 
     def nothing_fits(self, refused: dict[str, int]) -> SpipeError:
         """What is short, by how much, and the nearest change."""

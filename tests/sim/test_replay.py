@@ -21,11 +21,12 @@ MODEL = ModelSpec(name="small", num_layers=9, hidden_size=256, ffn_size=512, num
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    schedule = draw(st.sampled_from(["spipe", "spipe", "mobius", "1f1b", "gpipe", "roundpipe"]))
+    schedule = draw(st.sampled_from(["spipe", "spipe", "mobius", "1f1b", "gpipe", "roundpipe", "zb-h1", "pipeoffload"]))
     num_ranks = draw(st.integers(1, 4))
-    forward = 1 if schedule == "gpipe" else draw(st.integers(1, 2))
+    kept = schedule in ("zb-h1", "pipeoffload")
+    forward = 1 if schedule in ("gpipe", "zb-h1") else draw(st.integers(1, 2))
     backward = draw(st.integers(1, 2)) if schedule in ("spipe", "roundpipe") else forward
-    microbatches = num_ranks * draw(st.integers(1, 2)) if schedule == "1f1b" else draw(st.integers(1, 6))
+    microbatches = num_ranks * draw(st.integers(1, 2)) if kept or schedule == "1f1b" else draw(st.integers(1, 6))
     return make_plan(
         MODEL.replace(tied_embeddings=draw(st.booleans())),
         load_hardware(draw(st.sampled_from(["h200x4", "rtx3090x4", "laptop", "v100-cluster"]))),
@@ -41,12 +42,12 @@ def plans(draw: st.DrawFn) -> Plan:
         options={
             "stage_input_route": draw(st.sampled_from(["p2p", "host"])),
             "step_order": draw(st.sampled_from(["deadline", "arrival"])),
-            "recompute": draw(st.sampled_from(["early", "late"])),
+            "recompute": "never" if kept else draw(st.sampled_from(["early", "late"])),
             "optimizer": draw(st.sampled_from(["async", "sync"])),
             "barrier": draw(st.booleans()),
             "bucket_layers": draw(st.integers(0, 3)),
             "optimizer_workers": draw(st.integers(1, 2)),
-            "weight_slots": draw(st.integers(1, 3)),
+            "weight_slots": None if kept else draw(st.integers(1, 3)),
         },
     )
 

@@ -23,12 +23,24 @@ def test_run_calibrate_compare(command: Command, plan_file: Path, tmp_path: Path
     result = json.loads(ran.out)
     assert len(result["losses"]) == 6
     assert "step 6 of 6: loss" in ran.err
-    assert {path.name for path in run.iterdir()} == {"plan.json", "trace.json", "metrics.jsonl", "result.json"}
+    assert {path.name for path in run.iterdir()} == {
+        "plan.json",
+        "trace.json",
+        "metrics.jsonl",
+        "result.json",
+        "train.toml",
+    }
 
     assert "already holds a run" in command("run", plan_file, "--steps", 1, "-o", run).err
     missing = command("run", plan_file, "--steps", 1, "--data", tmp_path / "none", "-o", run, "--force")
     assert missing.code == 2
-    assert {path.name for path in run.iterdir()} == {"plan.json", "trace.json", "metrics.jsonl", "result.json"}
+    assert {path.name for path in run.iterdir()} == {
+        "plan.json",
+        "trace.json",
+        "metrics.jsonl",
+        "result.json",
+        "train.toml",
+    }
     calibrated = command("calibrate", run, "-o", hardware, "--json", "-")
     assert calibrated.code == 0, calibrated.err
     assert json.loads(calibrated.out)["runs"][0]["measured_s"] > 0

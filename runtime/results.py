@@ -52,8 +52,10 @@ class Reporter:
         flags, abort = self.store.flags, self.store.layout.abort
         session, path = self.settlement.session, self.job.output / "metrics.jsonl"
         kept = rows_before(path, self.job.start.step) if self.job.continues_run else []
-        with open(path, "w", buffering=1) as file:
-            file.writelines(kept)
+        new = path.with_suffix(".jsonl.part")
+        new.write_text("".join(kept))
+        os.replace(new, path)
+        with open(path, "a", buffering=1) as file:
             for step in takewhile(lambda step: step < session.last, count()):
                 flags.wait(self.settlement.validate_op, step + 1, inf, abort)
                 if session.evaluates_after(step):

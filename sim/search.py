@@ -391,7 +391,8 @@ class _Search:
                     space.backward_stages or [backward]
                 ):
                     continue
-                for options in ({}, system.published):
+                published: dict[str, Any] = dict(system.published)
+                for options in ({}, published):
                     if Options(**options).simulated_only and not system.simulated_only:
                         continue
                     full = bool(options) or space.full_forward

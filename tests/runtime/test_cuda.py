@@ -1,7 +1,9 @@
 """Runs on a CUDA device: the losses of a plain loop, the same bits from any layout, overflow as on the CPU."""
 
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,3 +93,41 @@ def test_an_infinite_gradient_changes_nothing(
 def test_blocks_can_be_compiled(run_plan: Callable[..., RunResult], gpu_plan: Callable[..., Plan]) -> None:
     plain, compiled = (run_plan(gpu_plan(precision="bf16", compile_layers=wanted), 4) for wanted in (False, True))
     torch.testing.assert_close(torch.tensor(compiled.losses), torch.tensor(plain.losses), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_clipping_saving_and_evaluation_do_not_change_a_bit(
+    run_plan: Callable[..., RunResult], gpu_plan: Callable[..., Plan], tmp_path: Path, tied: bool
+) -> None:
+    """Speculation with clipping against waiting; 3 + 3 steps on one rank, then two, with layers held on the device."""
+    fields: dict[str, Any] = {"precision": "bf16", "deterministic": True, "tied": tied}
+    norms = [row["gradient_norm"] for row in rows_of(run_plan(gpu_plan(optimizer={"max_norm": 1e9}, **fields), 6))]
+    fields["optimizer"] = {"learning_rate": 1e-3, "max_norm": sorted(norms)[2], "weight_decay": 0.1}
+    whole = run_plan(gpu_plan(options={"optimizer": "sync"}, **fields), 6)
+    assert 0 < len(whole.summary["clipped_steps"]) < 6
+    speculative = run_plan(gpu_plan(**fields), 6)
+    first = run_plan(gpu_plan(**fields), 3, output=tmp_path / "first", checkpoint_every=2)
+    held = gpu_plan(2, options={"device_layers": 3}, **fields)
+    second = run_plan(held, 6, output=tmp_path / "second", resume=first.output, checkpoint_every=1)
+    assert first.losses + second.losses == speculative.losses == whole.losses
+    expected = torch.load(whole.output / "state.pt")
+    for result in (speculative, second):
+        assert differences(torch.load(result.output / "state.pt"), expected) == []
+
+
+def test_an_evaluation_takes_the_weights_of_its_step(
+    run_plan: Callable[..., RunResult], gpu_plan: Callable[..., Plan]
+) -> None:
+    """Evaluating changes nothing, and is the same from one rank as from two, wherever the weights are."""
+    options = {"validation_fraction": 0.1, "evaluate_every": 2}
+    plans = [gpu_plan(1), gpu_plan(2), gpu_plan(2, options={"device_layers": 4})]
+    plans = [plan.model_copy(update={"precision": "bf16", "deterministic": True}) for plan in plans]
+    results = [run_plan(plan, 5, **options) for plan in plans]
+    assert results[0].summary["validation_losses"].keys() == {"1", "3", "4"}
+    for result in results[1:]:
+        assert result.summary["validation_losses"] == results[0].summary["validation_losses"]
+    assert run_plan(plans[0], 5, validation_fraction=0.1).losses == results[0].losses
+
+
+def rows_of(result: RunResult) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (result.output / "metrics.jsonl").read_text().splitlines()]

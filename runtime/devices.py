@@ -303,7 +303,7 @@ class CudaDevice:
             f"{fixed / 2**30:.3f} GiB to buffers and {items[arena] / 2**30:.3f} GiB to {arena!r}, "
             f"{planned / 2**30:.3f} GiB in all; {max(in_use - fixed, 0) / 2**30:.3f} GiB of the latter were taken when "
             f"the allocation failed ({str(error).splitlines()[0]}). Use a smaller microbatch, finer backward stages, "
-            "stage_input_route = host, fewer device_layers, or plan for more device memory"
+            "stage_input_route = host, fewer device_layers, or a larger --gpu-memory-limit"
         )
 
     def peak_bytes(self) -> tuple[int, int]:

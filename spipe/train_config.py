@@ -8,12 +8,14 @@ import tomli_w
 from pydantic import Field
 
 from spipe.errors import SpipeError
+from spipe.memory import memory
 from spipe.plan import AdamW, Plan
 from spipe.units import NonNegative, Positive, Spec, read_table
 
 Count = Annotated[int, Field(strict=True, ge=1)]
 CONFIG_FILE = "train.toml"
 _OPTIMIZER = tuple(AdamW.model_fields)
+_KERNELS = ("deterministic", "compile_layers")
 _NEEDED = {"plan": "PLAN", "steps": "--steps", "output": "--output"}
 
 
@@ -39,6 +41,10 @@ class TrainConfig(Spec):
     transport: str = "auto"
     trace_steps: Count = 25
     host_memory_gib: Positive | None = None
+    gpu_memory_limit_gib: Positive | None = None
+    """Of each GPU; PyTorch is held to it."""
+    deterministic: bool | None = None
+    compile_layers: bool | None = None
     tensorboard: bool = False
     learning_rate: NonNegative | None = None
     beta1: NonNegative | None = None
@@ -70,6 +76,26 @@ class TrainConfig(Spec):
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
     def apply(self, plan: Plan) -> Plan:
-        """The plan with this configuration's optimizer. Raises SpipeError for values that do not go together."""
-        changes = {name: value for name in _OPTIMIZER if (value := getattr(self, name)) is not None}
-        return plan.replace(optimizer=plan.optimizer.replace(**changes)) if changes else plan
+        """The plan with this configuration's optimizer, kernels and memory limit.
+
+        Raises SpipeError for values that do not go together, and if the plan does not fit into the memory.
+        """
+        changes: dict[str, Any] = {name: value for name in _KERNELS if (value := getattr(self, name)) is not None}
+        optimizer = {name: value for name in _OPTIMIZER if (value := getattr(self, name)) is not None}
+        if optimizer:
+            changes["optimizer"] = plan.optimizer.replace(**optimizer)
+        limit = self.gpu_memory_limit_gib
+        if limit is not None:
+            if plan.hardware.device != "cuda":
+                raise SpipeError(
+                    f"gpu_memory_limit_gib = {limit:g} is for device cuda; {plan.hardware.name} has device "
+                    f"{plan.hardware.device}: leave it out"
+                )
+            accelerator = plan.hardware.accelerator.replace(memory_bytes=limit * 2**30)
+            changes["hardware"] = plan.hardware.replace(accelerator=accelerator)
+        if not changes:
+            return plan
+        plan = plan.replace(**changes)
+        if limit is not None:
+            memory(plan).require()
+        return plan

@@ -121,6 +121,19 @@ def run(
         float | None,
         typer.Option(parser=positive, metavar="GIB", help="Memory of this machine, if it shows less than it has."),
     ] = None,
+    gpu_memory_limit_gib: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-memory-limit", parser=positive, metavar="GIB", help="Of each GPU; refused if the plan needs more."
+        ),
+    ] = None,
+    deterministic: Annotated[
+        bool | None,
+        typer.Option("--deterministic/--no-deterministic", help="On GPUs, only kernels that repeat their result."),
+    ] = None,
+    compile_layers: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="On GPUs, blocks go through torch.compile.")
+    ] = None,
     tensorboard: Annotated[
         bool | None, typer.Option("--tensorboard/--no-tensorboard", help="Also write RUNDIR/tensorboard.")
     ] = None,

@@ -14,6 +14,10 @@ import pytest
 from safetensors import safe_open
 
 from spipe.cli.progress import hardware_flops_utilization, training_log
+from spipe.errors import SpipeError
+from spipe.hardware import load_hardware
+from spipe.memory import memory
+from spipe.model import load_model
 from spipe.plan import Plan, make_plan
 from spipe.train_config import TrainConfig
 
@@ -196,4 +200,32 @@ def test_tensorboard_gets_the_numbers(
     assert written == {(name, 3): float(value) for name, value in ROW.items() if name != "step"} | {("closed", 0): 1.0}
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert "pip install tensorboard" in refused(*train(plan_file, tmp_path / "run", "--tensorboard"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_kernels_and_the_limit_of_gpu_memory(tmp_path: Path, plan_file: Path, refused: Refused) -> None:
+    """What holds for GPUs only changes their plans, and is refused for others; nothing is run here."""
+    plan = make_plan(
+        load_model("qwen3-1.7b"), load_hardware("h200x1"), backward_stages=30, forward_stages=28, global_batch=4,
+        microbatch_size=1, sequence=1024, precision="bf16",
+    )  # fmt: skip
+    given = {"plan": "p", "steps": 1, "output": "o"}
+
+    def config(**options: object) -> TrainConfig:
+        return TrainConfig.load(None, given | options)
+
+    needed = memory(plan).rank_bytes[0] / 2**30
+    chosen = config(deterministic=True, compile_layers=True, gpu_memory_limit_gib=needed * 1.2).apply(plan)
+    assert (chosen.deterministic, chosen.compile_layers) == (True, True)
+    assert chosen.hardware.accelerator.memory_bytes == pytest.approx(needed * 1.2 * 2**30)
+    assert config().apply(plan) == plan
+    with pytest.raises(SpipeError, match=r"rank 0 needs .* GiB of .* GiB usable, mostly"):
+        config(gpu_memory_limit_gib=needed * 0.9).apply(plan)
+    start = ["run", plan_file, "--steps", 1, "-o", tmp_path / "run"]
+    for option, message in (
+        (["--deterministic"], "deterministic = true is for device cuda"),
+        (["--compile"], "compile_layers = true is for device cuda"),
+        (["--gpu-memory-limit", 3], "gpu_memory_limit_gib = 3 is for device cuda"),
+    ):
+        assert message in refused(*start, *option)
     assert not (tmp_path / "run").exists()

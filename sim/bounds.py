@@ -1,7 +1,8 @@
 """Bounds: times that no step can beat, of a layout and of everything that could be laid out on the hardware.
 
 Ops never take less than their own seconds, whatever they share, so that contention makes no bound wrong. All bounds are
-of steps in steady state: the distance of two VALIDATEs.
+of steps in steady state: the distance of two VALIDATEs. With stale weights steps get there after a while only, because
+VALIDATEs do not wait for what STEPs are behind.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +33,7 @@ def lower_bound_s(
     hardware = costs.hardware
     held_layers = options.get("device_layers", 0)
     kept = len(layout.forward) if options.get("recompute") == "never" else 0  # stages that recompute nothing
-    turns = not held_layers and options.get("optimizer") != "stale"
+    turns = not held_layers and not kept and options.get("optimizer") != "stale"
 
     def seconds(layers: range, kind: Kind, name: PassName) -> float:
         return costs.stage_s(layers, name) + costs.overhead_s(kind)
@@ -55,7 +56,7 @@ def lower_bound_s(
         busy[stage.rank] += num_microbatches * (recompute + backward)
         num_ops[stage.rank] += (2 if k >= kept else 1) * num_microbatches
         num_backward[stage.rank] += 1
-        below += backward
+        below += 0.0 if kept else backward  # split in two, only its first half is waited for
         on_host = range(min(max(stage.first, held_layers), stage.stop), stage.stop)
         offloaded[stage.rank] += costs.num_parameters(on_host) * costs.gradient_element_bytes
         stepped[stage.rank] += costs.num_stepped_parameters(on_host) / costs.adam_rate
@@ -128,13 +129,14 @@ def least_step_s(
         np.array([costs.stage_s(range(i, i + 1), name) for i in layers])
         for name in ("forward", "recompute", "backward")
     )
-    again = again + backward  # of what is recomputed: that, and backward
+    full_forward = full_forward and recompute  # without, what a forward covers is not computed again
+    again = (again if recompute else np.minimum(again, forward)) + backward  # of the top backward stage
     below = again if recompute else backward  # of what lies below the top backward stage
-    turn = 0.0 if held_layers or stale else turn_s(costs, range(num_ranks))
+    turn = 0.0 if held_layers or stale or not recompute else turn_s(costs, range(num_ranks))
     compute = np.inf
     lead, tail = np.cumsum([0.0, *forward]), np.cumsum([0.0, *backward])
     for used in range(1, num_ranks + 1):
-        fill = np.mean([tail[min(k, len(layers))] for k in range(used)])
+        fill = np.mean([tail[min(k, len(layers))] for k in range(used)]) if recompute else 0.0
         for top in layers:  # the first layer of the top backward stage
             reach = len(layers) if full_forward else top
             busy = num_microbatches * (below[:top].sum() + again[top:].sum() + forward[:reach].sum())

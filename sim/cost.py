@@ -140,7 +140,7 @@ class CostModel:
         accelerator = self.hardware.accelerator
         fused = self.model.head_dim <= _FUSED_HEAD_DIM
         flops = self.model.layer_flops(kind, pass_name, size, sequence, causal=fused)
-        rate = accelerator.peak(self.precision) * accelerator.efficiency(size * sequence)
+        rate = accelerator.peak(self.precision) * accelerator.efficiency(size * sequence, self.model.hidden_size)
         parameters = self.model.layer_num_parameters(kind)
         if kind == "embedding":
             boundary = self.model.boundary_bytes(size, sequence, self.element_bytes)

@@ -163,9 +163,11 @@ class Pricing:
     def by_kernel(self, route: Route) -> bool:
         """Whether messages on a route are moved over PCIe by kernels, which hold up the kernels that compute.
 
-        The sender's kernel writes to the other accelerator, to the network card's buffer, or to host memory, from where
-        the receiver's kernel reads. Not so over NVLink, where it is too short to matter.
+        The sender's kernel writes to the other accelerator, or to host memory, from where the receiver's kernel reads.
+        Not so over NVLink, where it is too short to matter, and with GPUDirect RDMA, where the network card moves them.
         """
+        if route.is_remote and self.hardware.gpu_direct_rdma:
+            return False
         return not all("nvswitch" in self.edges[edge].name for edge in route.edges)
 
     def message_bandwidth(self, route: Route) -> float:

@@ -17,7 +17,7 @@ from spipe.sim.simulation import simulate
 from spipe.topology import Link
 
 _NUDGE = 0.05  # relative change of an unknown for its slope
-_ROUNDS = 10
+_ROUNDS = 20
 _SETTLED = 0.003  # largest relative change of a round that ends the fit
 _NOISE = 0.02  # relative, of published times
 _DAMPING = 0.5  # an unknown changes by no more than so much of itself, give or take, unless the rows insist

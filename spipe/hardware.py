@@ -50,7 +50,7 @@ class Accelerator(Spec):
     max_efficiency: Fraction = 0.7
     """Part of the peak that large matrix products reach."""
     half_efficiency_tokens: NonNegative = 0.0
-    """Tokens at which half of ``max_efficiency`` is reached."""
+    """Tokens at which half of ``max_efficiency`` is reached, if the hidden size is far larger; and the other way round."""
     launch_overhead_s: NonNegative = 0.0
     """Time in which the host issues one op."""
     compute_threads: Count = 1
@@ -60,9 +60,14 @@ class Accelerator(Spec):
     def usable_memory_bytes(self) -> float:
         return self.memory_bytes * self.usable_fraction
 
-    def efficiency(self, tokens: float) -> float:
-        """Part of the peak reached with ``tokens`` rows: ``max_efficiency * T / (T + half_efficiency_tokens)``."""
-        return self.max_efficiency * tokens / (tokens + self.half_efficiency_tokens) if tokens > 0 else 0.0
+    def efficiency(self, tokens: float, hidden_size: float) -> float:
+        """Part of the peak that matrix products of a microbatch reach: the larger on both sides, the more.
+
+        ``max_efficiency / (1 + half_efficiency_tokens * (1 / tokens + 1 / hidden_size))``
+        """
+        if tokens <= 0:
+            return 0.0
+        return self.max_efficiency / (1 + self.half_efficiency_tokens * (1 / tokens + 1 / hidden_size))
 
     def peak(self, dtype: str) -> float:
         """Peak operations per second in ``dtype``."""

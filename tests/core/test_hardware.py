@@ -87,8 +87,9 @@ def test_measured_numbers_are_in_base_units() -> None:
     assert (route.bandwidth_bytes_per_s, route.latency_s) == (55e9, 1e-5)
     assert route.seconds(55e9) == pytest.approx(1 + 1e-5)
     # One LLaMA-7B block in bf16, 2 x 2048 tokens, took 2.96 ms.
-    flops = load_model("llama2-7b").layer_forward_flops("block", 2, 2048, causal=True)
-    assert flops / (989e12 * h200.accelerator.efficiency(4096)) == pytest.approx(2.96e-3, rel=0.02)
+    model = load_model("llama2-7b")
+    flops = model.layer_forward_flops("block", 2, 2048, causal=True)
+    assert flops / (989e12 * h200.accelerator.efficiency(4096, model.hidden_size)) == pytest.approx(2.96e-3, rel=0.02)
 
 
 def test_the_ideal_machine_counts_blocks_only() -> None:
@@ -105,8 +106,10 @@ def test_the_ideal_machine_counts_blocks_only() -> None:
 
 def test_efficiency_and_dtypes() -> None:
     v100 = load_hardware("v100x4").accelerator
-    assert v100.efficiency(v100.half_efficiency_tokens) == v100.max_efficiency / 2
-    assert v100.efficiency(0) == 0
+    half = v100.half_efficiency_tokens
+    assert v100.efficiency(half, math.inf) == v100.efficiency(math.inf, half) == v100.max_efficiency / 2
+    assert v100.efficiency(1024, 4096) == v100.efficiency(4096, 1024) < v100.efficiency(2048, 4096)
+    assert v100.efficiency(0, 4096) == 0
     with pytest.raises(SpipeError, match="dtype 'bf16': NVIDIA V100 32 GB computes in fp32, fp16 only"):
         v100.peak("bf16")
 

@@ -50,7 +50,7 @@ class Accelerator(Spec):
     max_efficiency: Fraction = 0.7
     """Part of the peak that large matrix products reach."""
     half_efficiency_tokens: NonNegative = 0.0
-    """Tokens at which half of ``max_efficiency`` is reached, if the hidden size is far larger; and the other way round."""
+    """Tokens at which half of ``max_efficiency`` is reached where the hidden size is far larger, or the reverse."""
     launch_overhead_s: NonNegative = 0.0
     """Time in which the host issues one op."""
     compute_threads: Count = 1

@@ -114,8 +114,8 @@ def test_a_real_overflow_of_fp16(run_plan: Callable[..., RunResult], small_plan:
     """A loss scale that is too large halves until the gradients fit."""
     plan = small_plan(2, precision="fp16", microbatches=2, loss_scale={"initial": 2.0**20})
     reference = Reference(plan).run(STEPS)
-    assert reference.skipped[:2] == [0, 1]  # which ones later depends on the processor
-    assert len(reference.skipped) < STEPS
+    assert reference.skipped[0] == 0  # which ones later depends on the text
+    assert 1 < len(reference.skipped) < STEPS
     result = run_plan(plan, STEPS)
     assert result.skipped_steps == reference.skipped
     assert differences(torch.load(result.output / "state.pt"), reference.state) == []

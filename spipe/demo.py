@@ -1,9 +1,8 @@
 """The demo: search, train, calibrate, predict other plans, run them, and hold the runs against the predictions.
 
-Runs on two CPU ranks, one thread each. Predictions of the plans to be judged are on disk before those plans run. A
-prediction holds for the machine as it was calibrated, and machines (virtual ones above all) change their speed within
-seconds: so every plan is measured in several rounds, and the calibrating plan runs along in each. If that plan itself
-has become faster or slower, the machine is calibrated anew and the other plans are predicted and measured again.
+Runs on two CPU ranks, one thread each. A prediction holds for the machine as it was calibrated, and machines (virtual
+ones above all) change their speed within seconds. So the experiment is made in several rounds, each of which calibrates
+on one run, writes down what it predicts for the other plans, and then runs those; medians over the rounds count.
 """
 
 import json
@@ -25,21 +24,17 @@ if TYPE_CHECKING:
 
     from spipe.hardware import HardwareSpec
     from spipe.plan import Plan
-    from spipe.sim import Simulation
+    from spipe.sim import Calibration, Simulation
 
 MODEL, HARDWARE, NUM_RANKS, SEQUENCE = "tiny", "laptop", 2, 128
 GLOBAL_BATCH = 16
 TRAINING_STEPS = 80
-CALIBRATING_STEPS = 60
-"""The last of the training steps, which go into the trace that the machine is calibrated with."""
-ROUNDS, ROUND_STEPS = 3, 10
-"""Every judged plan runs so often, for so many steps; all but the first three of a round count."""
-STEADY = 0.1
-"""So far may the calibrating plan's step time lie from what it was in the calibrating run."""
+TRACE_STEPS = 60
+"""The last of the training steps, which the trace holds."""
+ROUNDS, CALIBRATING_STEPS, JUDGED_STEPS = 3, 20, 10
+"""A round runs the calibrating plan and each judged plan for so many steps; all but the first three of a run count."""
 UNDISTURBED = 0.85
 """Least share of the processor that compute ops of a run on an idle machine have."""
-MAX_S = 150
-"""Nothing is measured again after so long."""
 LEARNING_RATE = 2e-3
 # Plans to judge: name -> (schedule, forward and backward stages per rank, sequences per microbatch, microbatches, and
 # what embedding and head count in blocks, which moves the cuts). The one with the searched plan's schedule is left
@@ -56,7 +51,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Judged:
-    """One of the other plans: what was predicted for its step, and what it took (seconds; median over all rounds)."""
+    """One of the other plans: what was predicted for its step, and what it took (seconds; medians over all rounds)."""
 
     plan: str
     predicted_before_s: float
@@ -92,6 +87,7 @@ def run(folder: Path | None, to: "Console", say: Say) -> dict[str, Any]:
     Returns:
         What ``--json`` holds: first and last loss, idle time by cause of a simulated step, and the judged plans.
     """
+    from spipe import show
     from spipe.hardware import load_hardware
 
     begin = time.monotonic()
@@ -100,10 +96,11 @@ def run(folder: Path | None, to: "Console", say: Say) -> dict[str, Any]:
     with _ranks() as processes:
         simulation = search(hardware, folder, to)
         losses, measured_s = train(simulation, folder, processes, to, say)
-        judging = _Judging(simulation.plan, hardware, folder, processes, to, say)
-        judging.calibrate(folder / "run")
-        calibrated_s = _predict(simulation.plan, judging.after)
-        judging.judge(begin + MAX_S)
+        _head(to, "3", "Calibrate the hardware description with that run")
+        calibration = calibrate(simulation.plan, hardware, folder / "run")
+        calibration.hardware.save(folder / "hardware.toml")
+        show.calibration(to, calibration.report, calibration.runs)
+        judged = judge(simulation.plan, hardware, folder, processes, to, say)
     result = {
         "folder": str(folder),
         "loss_first": losses[0],
@@ -111,11 +108,9 @@ def run(folder: Path | None, to: "Console", say: Say) -> dict[str, Any]:
         "bubbles": simulation.bubbles.total(),
         "idle_s": simulation.bubbles.idle_s,
         "predicted_before_s": simulation.step_s,
-        "predicted_after_s": calibrated_s,
+        "predicted_after_s": calibration.runs[0]["predicted_s"],
         "measured_s": measured_s,
-        "judged": [asdict(each) for each in judging.judged],
-        "attempts": judging.attempt,
-        "drift": judging.drift,
+        "judged": [asdict(each) for each in judged],
         "elapsed_s": time.monotonic() - begin,
     }
     (folder / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -162,7 +157,7 @@ def train(simulation: "Simulation", folder: Path, processes: Any, to: "Console",
     from spipe import show
 
     _head(to, "2", f"Train it for {TRAINING_STEPS} steps on the text of Python's documentation")
-    done = _train(simulation.plan, folder / "run", TRAINING_STEPS, CALIBRATING_STEPS, processes, say)
+    done = _train(simulation.plan, folder / "run", TRAINING_STEPS, TRACE_STEPS, processes, say)
     losses = [loss for loss in done.losses if loss is not None]
     to.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {show.count(done.tokens_per_s)} tokens / s")
     to.print(
@@ -175,82 +170,51 @@ def train(simulation: "Simulation", folder: Path, processes: Any, to: "Console",
     return losses, done.median_step_s
 
 
-class _Judging:
-    """Calibrate, predict other plans, run them; again if the machine's speed has changed meanwhile.
+def calibrate(plan: "Plan", hardware: "HardwareSpec", run: Path) -> "Calibration":
+    """Improve the hardware description with one run of a plan."""
+    from spipe import sim
+    from spipe.trace import Trace
 
-    Attributes:
-        judged: the plans of the last attempt.
-        drift: step time of the calibrating plan during that attempt, relative to the calibrating run, less one.
-    """
+    return sim.calibrate([(plan, Trace.load(run / "trace.json"))], hardware)
 
-    def __init__(
-        self, plan: "Plan", before: "HardwareSpec", folder: Path, processes: Any, to: "Console", say: Say
-    ) -> None:
-        self.plan, self.before, self.after = plan, before, before
-        self.plans = other_plans(before, plan.schedule)
-        self.folder, self.processes, self.to, self.say = folder, processes, to, say
-        self.judged: list[Judged] = []
-        self.attempt, self.calibrated_s, self.drift = 1, 0.0, 0.0
-        for name, other in self.plans.items():
-            other.save(folder / f"{name}.json")
 
-    def calibrate(self, run: Path) -> None:
-        """Improve the hardware description with one run of the searched plan."""
-        from spipe import show, sim
-        from spipe.trace import Trace
+def judge(
+    plan: "Plan", hardware: "HardwareSpec", folder: Path, processes: Any, to: "Console", say: Say
+) -> list[Judged]:
+    """In every round: calibrate on one run of ``plan``, predict other plans, write that down, then run them."""
+    from spipe import show
 
-        _head(self.to, "3", "Calibrate the hardware description with that run")
-        calibration = sim.calibrate([(self.plan, Trace.load(run / "trace.json"))], self.before)
-        self.after, self.calibrated_s = calibration.hardware, calibration.runs[0]["measured_s"]
-        self.after.save(self._new("hardware.toml"))
-        show.calibration(self.to, calibration.report, calibration.runs)
-
-    def judge(self, deadline: float) -> None:
-        """Predict the other plans, write that down, then run them; again until ``deadline`` (monotonic) if need be."""
-        from spipe import show
-
-        while True:
-            _head(self.to, "4", f"Predict {len(self.plans)} other plans, then run them in {ROUNDS} rounds")
-            if self.attempt == 1:
-                for plan in self.plans.values():
-                    self.to.print(show.plan_words(plan), soft_wrap=True)
-                    self.to.print()
-            self._once()
-            show.judged(self.to, [asdict(each) for each in self.judged])
-            self.to.print(
-                f"The calibrating plan ran along: {self.drift:+.1%} against the calibrating run; that is the machine."
-            )
-            if abs(self.drift) <= STEADY or time.monotonic() > deadline:
-                break
-            self.attempt += 1
-            self.to.print("The machine has changed its speed, and the calibration with it: both again.")
-            again = self._new("run")
-            _train(self.plan, again, CALIBRATING_STEPS, CALIBRATING_STEPS, self.processes, self.say)
-            self.calibrate(again)
-        warn_if_busy(min(each.processor_share for each in self.judged), self.to)
-
-    def _once(self) -> None:
-        predicted = {
-            name: (_predict(plan, self.before), _predict(plan, self.after)) for name, plan in self.plans.items()
-        }
-        rows = {name: {"predicted_before_s": old, "predicted_after_s": new} for name, (old, new) in predicted.items()}
-        self._new("predictions.json").write_text(json.dumps(rows, indent=1) + "\n")
-        times: dict[str, list[float]] = {}
-        shares: dict[str, list[float]] = {}
-        for number in range(1, ROUNDS + 1):
-            for name, plan in {"calibrating": self.plan, **self.plans}.items():
-                self.say(f"round {number} of {ROUNDS}: {name}")
-                output = self._new(f"run-{name}-{number}")
-                done = _train(plan, output, ROUND_STEPS, ROUND_STEPS, self.processes, self.say)
-                times.setdefault(name, []).extend(done.step_s[WARM_UP_STEPS:])
-                shares.setdefault(name, []).append(processor_share(output))
-        self.drift = median(times["calibrating"]) / self.calibrated_s - 1
-        self.judged = [Judged(name, *predicted[name], median(times[name]), median(shares[name])) for name in self.plans]
-
-    def _new(self, name: str) -> Path:
-        """A path of this attempt in the demo's folder."""
-        stem, dot, suffix = name.partition(".")
-        return self.folder / (name if self.attempt == 1 else f"{stem}-again-{self.attempt - 1}{dot}{suffix}")
+    plans = other_plans(hardware, plan.schedule)
+    _head(to, "4", f"Calibrate again, predict {len(plans)} other plans, then run them: {ROUNDS} rounds")
+    for name, other in plans.items():
+        other.save(folder / f"{name}.json")
+        to.print(show.plan_words(other), soft_wrap=True)
+        to.print()
+    before = {name: _predict(other, hardware) for name, other in plans.items()}
+    after: dict[str, list[float]] = {name: [] for name in plans}
+    times: dict[str, list[float]] = {name: [] for name in plans}
+    shares: dict[str, list[float]] = {name: [] for name in plans}
+    for number in range(1, ROUNDS + 1):
+        say(f"round {number} of {ROUNDS}: the calibrating plan")
+        run = folder / f"run-calibrating-{number}"
+        _train(plan, run, CALIBRATING_STEPS, CALIBRATING_STEPS, processes, say)
+        calibrated = calibrate(plan, hardware, run).hardware
+        for name, other in plans.items():
+            after[name].append(_predict(other, calibrated))
+        rows = {name: {"predicted_before_s": before[name], "predicted_after_s": after[name][-1]} for name in plans}
+        (folder / f"predictions-{number}.json").write_text(json.dumps(rows, indent=1) + "\n")
+        for name, other in plans.items():
+            say(f"round {number} of {ROUNDS}: {name}")
+            run = folder / f"run-{name}-{number}"
+            done = _train(other, run, JUDGED_STEPS, JUDGED_STEPS, processes, say)
+            times[name].extend(done.step_s[WARM_UP_STEPS:])
+            shares[name].append(processor_share(run))
+    judged = [
+        Judged(name, before[name], median(after[name]), median(times[name]), median(shares[name])) for name in plans
+    ]
+    show.judged(to, [asdict(each) for each in judged])
+    warn_if_busy(min(each.processor_share for each in judged), to)
+    return judged
 
 
 def other_plans(hardware: "HardwareSpec", schedule: str) -> "dict[str, Plan]":

@@ -28,6 +28,7 @@ _PASSES: tuple[tuple[Kind, PassName], ...] = (
     (Kind.RECOMPUTE, "recompute"),
     (Kind.BACKWARD, "backward"),
 )
+_MOST_UNSEEN = 1.3  # more than this is another program, not ours
 _FIXED = (Kind.LOAD_TOKENS, Kind.STORE_STAGE_INPUT, Kind.LOAD_STAGE_INPUT, Kind.COMMIT, Kind.VALIDATE, Kind.BARRIER)
 
 
@@ -85,14 +86,18 @@ def calibrate(
     fit.messages()
     fit.optimizer()
     fit.fixed_costs()
+    measured = [
+        measured_step_s(plan.program(), trace, warmup, f"calibrate: {name}")
+        for name, (plan, trace) in zip(names, runs, strict=True)
+    ]
+    fit.unseen_time([plan for plan, _ in runs], measured)
     fitted = fit.hardware
     rows = []
-    for number, (plan, trace) in enumerate(runs):
-        measured = measured_step_s(plan.program(), trace, warmup, f"calibrate: {names[number]}")
+    for number, (plan, _) in enumerate(runs):
         predicted = simulate(plan, hardware=fitted).step_s
         rows.append(
-            {"run": number, "plan": plan.digest(), "measured_s": measured, "predicted_s": predicted,
-             "error": predicted / measured - 1}
+            {"run": number, "plan": plan.digest(), "measured_s": measured[number], "predicted_s": predicted,
+             "error": predicted / measured[number] - 1}
         )  # fmt: skip
     return Calibration(fitted, fit.report, rows)
 
@@ -123,6 +128,12 @@ def _shape(costs: CostModel) -> Shape:
         costs.precision,
         *(value for size in sizes for value in size.values()),
     )
+
+
+def _is_of(entry: MeasuredLayer, costs: CostModel) -> bool:
+    """Whether an entry is of a shape that was measured now."""
+    shape = (entry.microbatch_size, entry.sequence, entry.dtype)
+    return shape == (costs.microbatch_size, costs.sequence, costs.precision)
 
 
 class _Fit:
@@ -347,6 +358,28 @@ class _Fit:
             self.update({"cpu.adam_parameters_per_s": "fitted"}, cpu=cpu)
             self.note("optimizer, all cores", 1 / slope, "parameters/s", ops)
         self.set_overhead(Kind.STEP, float(fixed) + median(op.gap_s for op in ops), ops)
+
+    def unseen_time(self, plans: Sequence[Plan], measured_s: Sequence[float]) -> None:
+        """Device ``cpu``: what steps take beyond the processor time of their ops, as a share of all compute.
+
+        Threads that wake late and cores that others use for a moment do not show in processor time.
+        """
+        if self.hardware.device != "cpu":
+            return
+        ratio = median(
+            measured / simulate(plan, hardware=self.hardware).step_s
+            for plan, measured in zip(plans, measured_s, strict=True)
+        )
+        ratio = min(max(ratio, 1.0), _MOST_UNSEEN)
+        entries = [
+            entry.replace(seconds=entry.seconds * ratio) if any(_is_of(entry, costs) for costs in self.shapes.values())
+            else entry
+            for entry in self.hardware.measured
+        ]  # fmt: skip
+        self.update({}, measured=tuple(entries))
+        self.report.append(
+            {"what": "time beyond processor time", "value": ratio - 1, "unit": "", "spread": 0.0, "samples": len(plans)}
+        )
 
     def fixed_costs(self) -> None:
         """Ops that are mostly latency, beyond what their route takes."""

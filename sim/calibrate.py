@@ -3,7 +3,8 @@
 Fitted are, by robust least squares on medians over microbatches and steps: seconds of every layer kind and pass
 (the time of a stage is the sum of its layers and a fixed cost of the op), bandwidth and fixed cost of copies and
 messages, the optimizer's rate, and the latency of a collective. On device ``cpu`` an op counts with the processor time
-it used, because its wall time holds the contention for cores that the simulator adds itself.
+it used, because its wall time holds the contention for cores that the simulator adds itself; what the steps of the runs
+take beyond that is then added to the layers, all by one factor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -130,12 +131,6 @@ def _shape(costs: CostModel) -> Shape:
     )
 
 
-def _is_of(entry: MeasuredLayer, costs: CostModel) -> bool:
-    """Whether an entry is of a shape that was measured now."""
-    shape = (entry.microbatch_size, entry.sequence, entry.dtype)
-    return shape == (costs.microbatch_size, costs.sequence, costs.precision)
-
-
 class _Fit:
     """Fits one thing after another; each starts from the spec with what was fitted before."""
 
@@ -143,6 +138,7 @@ class _Fit:
         self.hardware = hardware
         self.ops = [op for run in runs for op in run]
         self.shapes = {_shape(op.costs): op.costs for op in self.ops}
+        self.fitted_layers: set[tuple[object, ...]] = set()
         self.report: list[dict[str, Any]] = []
 
     def of_kind(self, *kinds: Kind) -> list[Measurement]:
@@ -189,6 +185,7 @@ class _Fit:
                 }
             )
             entries[entry_key(entry)] = entry
+            self.fitted_layers.add(entry_key(entry))
             self.note(f"{layer} {name}, {costs.microbatch_size} x {costs.sequence} {costs.precision}", value, "s", ops)
         self.update({"measured": "measured"}, measured=tuple(entries.values()))
 
@@ -372,10 +369,9 @@ class _Fit:
         )
         ratio = min(max(ratio, 1.0), _MOST_UNSEEN)
         entries = [
-            entry.replace(seconds=entry.seconds * ratio) if any(_is_of(entry, costs) for costs in self.shapes.values())
-            else entry
+            entry.replace(seconds=entry.seconds * ratio) if entry_key(entry) in self.fitted_layers else entry
             for entry in self.hardware.measured
-        ]  # fmt: skip
+        ]
         self.update({}, measured=tuple(entries))
         self.report.append(
             {"what": "time beyond processor time", "value": ratio - 1, "unit": "", "spread": 0.0, "samples": len(plans)}

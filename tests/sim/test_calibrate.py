@@ -76,6 +76,26 @@ def test_predicts_plans_it_has_not_seen() -> None:
     assert simulate(unseen, hardware=found).step_s == pytest.approx(expected, rel=0.02)
 
 
+def test_time_beyond_processor_time_is_added_to_the_layers_of_the_runs_only() -> None:
+    """Steps take 15 % longer than processor time explains; another model in batches of the same shape is known."""
+    other = SMALL.replace(name="other", hidden_size=128)
+    shape = {"forward_stages": 1, "backward_stages": 2, "num_ranks": 2, "global_batch": 8, "microbatch_size": 1}
+    other_plan = make_plan(other, LAPTOP, sequence=128, precision="fp32", **shape)  # type: ignore[arg-type]
+    start = calibrate(runs([other_plan], LAPTOP), LAPTOP).hardware
+    slow = runs([laptop_plan()], LAPTOP)
+    for column in (slow[0][1].ready_s, slow[0][1].start_s, slow[0][1].end_s):
+        for row, seconds in enumerate(column):
+            column[row] = 1.15 * seconds
+    once = calibrate(slow, start)
+    assert once.runs[0]["error"] == pytest.approx(0, abs=0.02)
+    assert next(row["value"] for row in once.report if "beyond" in row["what"]) == pytest.approx(0.15, abs=0.03)
+    known = [entry for entry in start.measured if entry.hidden_size == 128]
+    assert known
+    assert [entry for entry in once.hardware.measured if entry.hidden_size == 128] == known
+    twice = calibrate(slow, once.hardware)
+    assert twice.runs[0]["predicted_s"] == pytest.approx(once.runs[0]["predicted_s"], rel=1e-6)
+
+
 def test_contention_for_cores_is_not_taken_for_slow_compute() -> None:
     truth = LAPTOP.override(
         {"accelerator.max_efficiency": 0.6, "cpu.cores": 1, "cpu.adam_billion_parameters_per_s": 0.3}

@@ -374,7 +374,13 @@ class _Fit:
         ]
         self.update({}, measured=tuple(entries))
         self.report.append(
-            {"what": "time beyond processor time", "value": ratio - 1, "unit": "", "spread": 0.0, "samples": len(plans)}
+            {
+                "what": "time beyond processor time",
+                "value": ratio - 1,
+                "unit": "share",
+                "spread": 0.0,
+                "samples": len(plans),
+            }
         )
 
     def fixed_costs(self) -> None:

@@ -360,6 +360,8 @@ def _quantity(value: float, unit: str) -> str:
         return seconds(value)
     if unit == "bytes/s":
         return f"{_three(value / 1e9)} GB/s"
+    if unit == "share":
+        return percent(value, 1.0)
     return f"{count(value)} {unit}"
 
 

@@ -388,7 +388,7 @@ class _Lowering(Draft):
             if self.options.optimizer == "sync":
                 gradients.append(validate[rank])
             layer = self.buckets[stage][b].start
-            if self._is_held(layer):
+            if self.options.holds(layer, self.layout.num_layers, self.tied):
                 step = self._add_device_step(stage, b, rank, offload, validate[rank])
                 store_of_layer[layer] = self.add(Kind.STORE_WEIGHTS, stage, b, rank, "d2h", [step])
                 self.carried[step].append(store_of_layer[layer])
@@ -420,10 +420,6 @@ class _Lowering(Draft):
             self.carried[i] += sorted(needed)
             if barriers:
                 self.carried[i].append(barriers[self.rank[i]])
-
-    def _is_held(self, layer: int) -> bool:
-        tied = self.tied and layer in (0, self.layout.num_layers - 1)
-        return layer < self.options.device_layers and not tied
 
     def _add_device_step(self, stage: int, bucket: int, rank: int, gradient: int, verdict: int) -> int:
         """A STEP on the accelerator: after the verdict, and after everything that copies the weights it replaces."""

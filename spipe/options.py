@@ -68,6 +68,10 @@ class Options(Spec):
             )
         return self
 
+    def holds(self, layer: int, num_layers: int, tied: bool) -> bool:
+        """Whether ``device_layers`` takes in a layer; the two layers of a tied weight are never."""
+        return layer < self.device_layers and not (tied and layer in (0, num_layers - 1))
+
     @property
     def simulated_only(self) -> tuple[str, ...]:
         """Options that the simulator knows and the runtime does not, as ``name = value``."""

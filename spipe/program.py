@@ -96,8 +96,7 @@ class Program:
 
     def is_held(self, layer: int) -> bool:
         """Whether the layer's weights and optimizer state lie on the accelerator of the rank that runs its backward."""
-        tied = self.tied and layer in (0, self.layout.num_layers - 1)
-        return layer < self.options.device_layers and not tied
+        return self.options.holds(layer, self.layout.num_layers, self.tied)
 
     def reads_held(self, i: int) -> bool:
         """Whether weight op ``i`` is about a layer that its own rank's accelerator holds."""

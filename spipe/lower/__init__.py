@@ -53,18 +53,22 @@ def lower(
         raise SpipeError(f"a step needs at least one microbatch, got {num_microbatches}")
     require_size(layout, num_microbatches)
     with collector_paused():
-        draft = Draft(layout, num_microbatches, options or Options(), tied)
-        add_compute(draft, order)
-        fetches = add_weights(draft)
-        loads = add_tokens(draft)
-        messages = add_activations(draft)
-        add_stage_inputs(draft)
-        messages += add_gradients(draft)
-        offloads = add_gradient_offload(draft)
-        add_optimizer(draft, fetches, loads, offloads)
-        graph = Graph(draft)
-        graph.wait(message_slots(draft, messages, graph.earliest_ends()))
-        return graph.program()
+        return _graph(Draft(layout, num_microbatches, options or Options(), tied), order).program()
+
+
+def _graph(draft: Draft, order: ComputeOrder) -> Graph:
+    """All ops of the step, and what waits for what."""
+    add_compute(draft, order)
+    fetches = add_weights(draft)
+    loads = add_tokens(draft)
+    messages = add_activations(draft)
+    add_stage_inputs(draft)
+    messages += add_gradients(draft)
+    offloads = add_gradient_offload(draft)
+    add_optimizer(draft, fetches, loads, offloads)
+    graph = Graph(draft)
+    graph.wait(message_slots(draft, messages, graph.earliest_ends()))
+    return graph
 
 
 __all__ = ["MAX_COMPUTE_OPS", "lower", "require_size"]

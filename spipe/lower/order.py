@@ -4,14 +4,17 @@ time; ties go by class (what frees or feeds others first), then by creation.
 Both halves of a message, and all ops of a collective, are one node of the sort: their first op stands for them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
+from typing import TypeVar
 
 from spipe.errors import SpipeError
 from spipe.lower.draft import Draft
 from spipe.ops import Kind
 from spipe.program import Lane, Program
+
+T = TypeVar("T")
 
 _CLASS = [4] * len(Kind)  # ties in logical time: FREE, activation and gradient, stage input, FETCH, the rest
 _CLASS[Kind.FREE] = 0
@@ -21,6 +24,7 @@ for _kind in (Kind.SEND_STAGE_INPUT, Kind.RECV_STAGE_INPUT, Kind.STORE_STAGE_INP
     _CLASS[_kind] = 2
 _CLASS[Kind.FETCH] = 3
 
+_ENDS = frozenset({int(Kind.STEP), int(Kind.COMMIT)})
 _COST = {int(Kind.FORWARD): 1.0, int(Kind.RECOMPUTE): 1.0, int(Kind.BACKWARD): 2.0, int(Kind.WEIGHT_GRADIENT): 1.0}
 
 
@@ -149,10 +153,9 @@ def _priorities(draft: Draft, start: list[float]) -> list[float]:
         for layer in stage.layers:
             needed[layer] = min(needed[layer], when)
     ends = []
-    for i, kind in enumerate(draft.kind):
-        if kind in (Kind.STEP, Kind.COMMIT):
-            layers = draft.buckets[draft.stage[i]][draft.index[i]]
-            ends.append((min(needed[layers.start : layers.stop]), layers.start, i))
+    for i in (i for i, kind in enumerate(draft.kind) if kind in _ENDS):
+        layers = draft.buckets[draft.stage[i]][draft.index[i]]
+        ends.append((min(needed[layers.start : layers.stop]), layers.start, i))
     priority = start.copy()
     for place, (_, _, i) in enumerate(sorted(ends)):
         priority[i] = float(place)
@@ -165,19 +168,26 @@ def _program(draft: Draft, order: list[int], start: list[float]) -> Program:
     for position, i in enumerate(order):
         number[i] = position
 
-    def renumbered(needs: list[int] | tuple[()]) -> tuple[int, ...]:
-        if len(needs) < 2:
-            return (number[needs[0]],) if needs else ()
-        return tuple(sorted({number[d] for d in needs}))
-
-    def in_order(column: list[int]) -> list[int]:
+    def in_order(column: list[T]) -> list[T]:
         return [column[i] for i in order]
 
-    def filled(column: dict[int, int], default: int) -> list[int]:
-        return [column.get(i, default) for i in order]
+    def filled(column: Mapping[int, int], default: int) -> list[int]:
+        result = [default] * len(order)
+        for i, value in column.items():
+            result[number[i]] = value
+        return result
 
-    partner = {op: other for pair in draft.partner.items() for op, other in (pair, pair[::-1])}
-    priority = _priorities(draft, start)
+    def renumbered(needs: Iterable[tuple[int, list[int]]]) -> list[tuple[int, ...]]:
+        result: list[tuple[int, ...]] = [()] * len(order)
+        for i, ops in needs:
+            if len(ops) == 1:
+                result[number[i]] = (number[ops[0]],)
+            elif ops:
+                result[number[i]] = tuple(sorted({number[d] for d in ops}))
+        return result
+
+    partner = {sent: number[received] for sent, received in draft.partner.items()}
+    partner |= {received: number[sent] for sent, received in draft.partner.items()}
     deadline = draft.options.step_order == "deadline"
     return Program(
         layout=draft.layout,
@@ -194,10 +204,10 @@ def _program(draft: Draft, order: list[int], start: list[float]) -> Program:
         visit=filled(draft.visit, 0),
         rank=in_order(draft.rank),
         lane=in_order(draft.lane),
-        dependencies=[renumbered(draft.deps[i]) for i in order],
-        carried=[renumbered(draft.carried.get(i, ())) for i in order],
-        partner=[number[partner[i]] if i in partner else -1 for i in order],
-        priority=[priority[i] for i in order],
+        dependencies=renumbered(enumerate(draft.deps)),
+        carried=renumbered(draft.carried.items()),
+        partner=filled(partner, -1),
+        priority=in_order(_priorities(draft, start)),
         slot=filled(draft.slot, -1),
         weights=filled(draft.weights, -1),
         buckets=draft.buckets,

@@ -2,17 +2,19 @@
 
     python scripts/bench_sim.py --json bench.json
 
-Counted are compute ops, transfers (a SEND and its RECV are one) and STEPs; best of several rounds, on one core. Memory
-is what the program, its costs and the trace of a step hold.
+Counted are compute ops, transfers (a SEND and its RECV are one) and STEPs. Times are processor time on one core, the
+median of several rounds, in which everything takes its turn; other programs on the same processor still slow it down.
+Memory is what the program, its costs and the trace of a step hold.
 """
 
 import argparse
 import gc
 import json
 import os
+import statistics
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +38,16 @@ def counted(program: Program) -> int:
     return sum(kind in COMPUTE or (kind not in _OTHER and kind not in RECVS) for kind in program.kind)
 
 
-def best_s(work: Callable[[], object], rounds: int) -> float:
-    times = []
+def median_s(works: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+    """Processor seconds of each of ``works``."""
+    times: list[list[float]] = [[] for _ in works]
     for _ in range(rounds):
-        gc.collect()
-        begin = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+        for work, seconds in zip(works, times, strict=True):
+            gc.collect()
+            begin = time.process_time()
+            work()
+            seconds.append(time.process_time() - begin)
+    return [statistics.median(seconds) for seconds in times]
 
 
 def held_bytes(lowered: Callable[[], Program], model: CostModel) -> int:
@@ -81,10 +85,15 @@ def bench(rounds: int) -> dict[str, Any]:
     program = lowered()
     costs = op_costs(model, program)
     ops = counted(program)
-    lower_s = best_s(lowered, rounds)
-    price_s = best_s(lambda: op_costs(model, program), rounds)
-    contended_s = best_s(lambda: play(program, costs, STEPS), rounds)
-    alone_s = best_s(lambda: play(program, costs, STEPS, contention=False), rounds)
+    lower_s, price_s, contended_s, alone_s = median_s(
+        (
+            lowered,
+            lambda: op_costs(model, program),
+            lambda: play(program, costs, STEPS),
+            lambda: play(program, costs, STEPS, contention=False),
+        ),
+        rounds,
+    )
     held = held_bytes(lowered, model)
     return {
         "ops": ops,
@@ -103,7 +112,7 @@ def bench(rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here, too")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     result = bench(max(1, arguments.rounds))
     for name, value in result.items():

@@ -131,10 +131,12 @@ class _Engine:
         self.current = [-1] * (control + 1)
         self.flow: list[Flow | None] = [None] * (control + 1)
         self.used_lanes = [lane for lane, queue in enumerate(queues) if queue]
-        for k, unmet in enumerate(self.unmet):
-            lane = self.lane[k % self.count]
-            if not unmet and self.by_deadline[lane]:
-                self._offer(lane, k)
+        for lane in self.used_lanes:
+            if self.by_deadline[lane]:
+                for i in queues[lane]:
+                    for k in range(i, self.total, self.count):
+                        if not self.unmet[k]:
+                            self._offer(lane, k)
 
     # ------------------------------------------------------------------ play
 
@@ -144,34 +146,28 @@ class _Engine:
         self.env.run()
         if sum(self.unmet) or any(head >= 0 for head in self.head):
             self._refuse()
+        start, end, count = self.start, self.end, self.count
         for first, members in self.members.items():
-            for k in range(0, self.total, self.count):
-                for i in members[1:]:
-                    self.start[k + i], self.end[k + i] = self.start[k + first], self.end[k + first]
+            for i in members[1:]:
+                start[i::count], end[i::count] = start[first::count], end[first::count]
         return Timeline(self.program, self.num_steps, *(array("d", x) for x in (self.ready, self.start, self.end)))
 
     def _run(self, lane: int) -> Generator[simpy.Event, None, None]:
-        """A lane: wait for the end of its current op, release what waits for it, go on."""
-        woken = [lane]
+        """A lane: start what can start, wait for the end of its current op, release what waits for it, go on."""
+        env, resume, woken = self.env, self.fluid.resume, [lane]
         while True:
-            self.completion[lane] = Completion(self.env)
-            self._settle(woken)
-            completion: Completion | None = self.completion[lane]
-            while completion is not None:
-                yield completion
-                flow = self.flow[lane]
-                completion = self.fluid.resume(flow) if flow is not None else None
-            woken = []
-            self._release(self.current[lane], woken)
+            self.completion[lane] = completion = Completion(env)
+            now = env.now
+            while woken:  # lanes that can go on, and those that they wake by ops that take no time
+                self._advance(woken.pop(), now, woken)
+            yield completion
+            flow = self.flow[lane]
+            while flow is not None and (again := resume(flow)) is not None:
+                yield again
+            self._release(self.current[lane], env.now, woken)
             woken.append(lane)
 
-    def _settle(self, woken: list[int]) -> None:
-        """Let every woken lane go on, and those that it wakes by ops that take no time."""
-        while woken:
-            lane = woken.pop()
-            self._advance(lane, woken)
-
-    def _advance(self, lane: int, woken: list[int]) -> None:
+    def _advance(self, lane: int, now: float, woken: list[int]) -> None:
         """Start the lane's next op if it can; go on over ops that take no time."""
         while True:
             if self.by_deadline[lane]:
@@ -192,34 +188,27 @@ class _Engine:
                 self.head[lane] = _BUSY
             i = k % self.count
             seconds = self.seconds[i]
-            if seconds == 0.0:
-                self.start[k] = self.env.now
-                self._release(k, woken)
-                continue
-            self._begin(lane, k, i, seconds)
-            return
-
-    def _begin(self, lane: int, k: int, i: int, seconds: float) -> None:
-        now = self.env.now
-        self.current[lane] = k
-        spec = self.flows[i]
-        if spec is not None:
+            if seconds:
+                break
             self.start[k] = now
-            self.flow[lane] = self.fluid.start(spec, self.completion[lane])
+            self._release(k, now, woken)
+        self.current[lane] = k
+        flow = self.flows[i]
+        if flow is not None:
+            self.start[k] = now
+            self.flow[lane] = self.fluid.start(flow, self.completion[lane])
             return
         self.flow[lane] = None
+        start = now
         if self.issues[lane]:
             start = max(now, self.not_before[lane])
             self.not_before[lane] = start + self.issue_s
-            self.start[k] = start
-            self.completion[lane].begin(start - now + seconds)
-            return
-        self.start[k] = now
-        self.completion[lane].begin(seconds)
+        self.start[k] = start
+        self.completion[lane].begin(start - now + seconds)
 
-    def _release(self, k: int, woken: list[int]) -> None:
+    def _release(self, k: int, now: float, woken: list[int]) -> None:
         """Op ``k`` is done: count down what waits for it; lanes that can go on now are appended to ``woken``."""
-        now, count, total = self.env.now, self.count, self.total
+        count, total = self.count, self.total
         self.end[k] = now
         ready, unmet, target = self.ready, self.unmet, self.target
         i = k % count

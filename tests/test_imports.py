@@ -33,6 +33,7 @@ def source_files() -> list[Path]:
     return [
         *sorted((ROOT / "spipe").glob("*.py")),
         *sorted((ROOT / "spipe" / "cli").glob("*.py")),
+        *sorted((ROOT / "spipe" / "lower").glob("*.py")),
         *sorted((ROOT / "sim").rglob("*.py")),
         *sorted((ROOT / "runtime").rglob("*.py")),
     ]

@@ -48,12 +48,16 @@ def add_gradients(draft: Draft) -> list[list[Message]]:
         Kind.SEND_GRADIENT,
         (
             (
-                draft.num_forward + k, ranks[k + 1], ranks[k],
-                draft.backward[k + 1], draft.last_backward[k], first_reader[k],
+                draft.num_forward + k,
+                ranks[k + 1],
+                ranks[k],
+                draft.backward[k + 1],
+                draft.last_backward[k],
+                first_reader[k],
             )
             for k in reversed(range(draft.num_backward - 1))
         ),
-    )  # fmt: skip
+    )
 
 
 def _add_messages(draft: Draft, kind: Kind, edges: Iterable[Edge]) -> list[list[Message]]:
@@ -68,9 +72,7 @@ def _add_messages(draft: Draft, kind: Kind, edges: Iterable[Edge]) -> list[list[
     return list(messages.values())
 
 
-def message_slots(
-    draft: Draft, messages: Sequence[list[Message]], end: Sequence[float]
-) -> Iterator[tuple[int, int]]:  # fmt: skip
+def message_slots(draft: Draft, messages: Sequence[list[Message]], end: Sequence[float]) -> Iterator[tuple[int, int]]:
     """Receive and send slots of activations and gradients, per pair of ranks: which op waits for which other.
 
     Where a rank has to take in messages long before it can use them (a breadth-first ring with M > N), fewer slots
@@ -81,6 +83,6 @@ def message_slots(
         consumed, produced, sends, receives = zip(*sorted(of_pair), strict=True)
         peak = most_at_a_time([end[op] for op in produced], [end[op] for op in consumed])
         received = draft.ring(receives, consumed, max(peak, draft.options.receive_slots))
-        in_turn = sorted(zip(produced, sends, strict=True))
-        sent = draft.ring(*zip(*in_turn, strict=True), draft.options.send_slots, numbered=False)
+        producers, sent_in_turn = zip(*sorted(zip(produced, sends, strict=True)), strict=True)
+        sent = draft.ring(producers, sent_in_turn, draft.options.send_slots, numbered=False)
         yield from chain(received, sent)

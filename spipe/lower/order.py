@@ -4,7 +4,7 @@ time; ties go by class (what frees or feeds others first), then by creation.
 Both halves of a message, and all ops of a collective, are one node of the sort: their first op stands for them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import TypeVar
@@ -99,8 +99,8 @@ class Graph:
     def program(self) -> Program:
         """The program in its global order. Raises SpipeError if the dependencies are cyclic."""
         nodes, start = self._sorted()
-        members = {sent: (sent, received) for sent, received in self.draft.partner.items()}
-        members |= {ops.start: tuple(ops) for ops in self.draft.collectives}
+        members: dict[int, Sequence[int]] = {ops.start: ops for ops in self.draft.collectives}
+        members |= {sent: (sent, received) for sent, received in self.draft.partner.items()}
         order: list[int] = []
         for i in nodes:
             if i in members:

@@ -38,9 +38,7 @@ def add_stage_inputs(draft: Draft) -> None:
         elif source.rank == stage.rank:
             draft.wait(zip(readers, produced, strict=True))
         else:
-            sends, receives = draft.send_all(
-                Kind.SEND_STAGE_INPUT, number, source.rank, stage.rank, "p2p_in", produced
-            )  # fmt: skip
+            sends, receives = draft.send_all(Kind.SEND_STAGE_INPUT, number, source.rank, stage.rank, "p2p_in", produced)
             draft.wait(zip(readers, receives, strict=True))
             for received, last in zip(receives, last_readers, strict=True):
                 draft.carried[received].append(last)
@@ -73,6 +71,4 @@ def _staying(draft: Draft) -> set[tuple[int, int]]:
 
 def _following(draft: Draft) -> dict[int, int]:
     """The compute op of the same rank after each op, FREE left out."""
-    return dict(
-        pair for mine in draft.compute for pair in pairwise(i for i in mine if draft.kind[i] != Kind.FREE)
-    )  # fmt: skip
+    return dict(pair for mine in draft.compute for pair in pairwise(i for i in mine if draft.kind[i] != Kind.FREE))

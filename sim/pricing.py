@@ -111,8 +111,9 @@ class Pricing:
         parts = self.parts(i)
         if not parts:
             return overhead, None
-        by_kernel = program.partner[i] >= 0 and not (kind in _MESSAGES and program.options.message_route == "host")
-        return self.transfer(parts, overhead, self.threads(i), by_kernel)
+        if program.partner[i] >= 0 and self.moved_by_its_op(i, parts[0][0]):
+            return parts[0][0].latency_s + overhead, None
+        return self.transfer(parts, overhead, self.threads(i))
 
     def compute_s(self, kind: Kind, stage: int, overhead: float) -> float:
         """Seconds of a compute op without messages; nothing where a stage finds what its forward saved."""
@@ -130,7 +131,11 @@ class Pricing:
         return self.program.options.recompute == "never" and stage - first < first
 
     def message_s(self, kind: Kind, stage: int) -> float:
-        """Compute time that messages take from an op of a stage: what is received for it and what is sent after it."""
+        """Compute time that messages take from an op of a stage: what is received for it and what is sent after it.
+
+        A receiver has a kernel of its own where the message lies in host memory, or where it computes on only with what
+        it receives (``stage_inputs`` ``sync``).
+        """
         program, layout = self.program, self.program.layout
         first = len(layout.forward)
         came_from: list[int] = []
@@ -152,13 +157,12 @@ class Pricing:
                 goes_to += [s.rank for s in layout.backward[max(k - 1, 0) : k]]
             elif kind is Kind.RECOMPUTE and program.options.stage_input_route == "p2p" and layout.backward[k].first > 0:
                 came_from.append(layout.stage_input(k).rank)
+        receives = kind is Kind.RECOMPUTE and program.options.stage_inputs == "sync"
         routes = [self.hardware.route(("gpu", here), ("gpu", other)) for other in goes_to if other != here]
-        for other in came_from:
-            route = self.hardware.route(("gpu", other), ("gpu", here))
-            if route.memory_accesses:
-                routes.append(route)
+        incoming = [self.hardware.route(("gpu", other), ("gpu", here)) for other in came_from if other != here]
+        routes += [route for route in incoming if receives or route.memory_accesses]
         num_bytes = self.model.boundary_bytes()
-        return math.fsum(num_bytes / self.message_bandwidth(route) for route in routes if self.by_kernel(route))
+        return math.fsum(num_bytes / self.kernel_bandwidth(route) for route in routes if self.by_kernel(route))
 
     def by_kernel(self, route: Route) -> bool:
         """Whether messages on a route are moved over PCIe by kernels, which hold up the kernels that compute.
@@ -170,14 +174,18 @@ class Pricing:
             return False
         return not all("nvswitch" in self.edges[edge].name for edge in route.edges)
 
-    def message_bandwidth(self, route: Route) -> float:
-        """Bytes per second of a message between accelerators that is alone."""
-        if not self.by_kernel(route):
-            return self.bandwidth(route)
-        edges = [self.edges[edge] for edge in route.edges]
-        return min(
-            [self.bandwidth(route), *(_KERNEL_RATE * e.bandwidth_bytes_per_s for e in edges if e.of_accelerator)]
-        )
+    def moved_by_its_op(self, i: int, route: Route) -> bool:
+        """Whether a message inside a host takes no time of its own: kernels move it in the time of its compute ops.
+
+        Between hosts the network still takes its time.
+        """
+        on_host = Kind(self.program.kind[i]) in _MESSAGES and self.program.options.message_route == "host"
+        return not (on_host or self.on_cpu or route.is_remote) and self.by_kernel(route)
+
+    def kernel_bandwidth(self, route: Route) -> float:
+        """Bytes per second at which kernels move a message."""
+        links = [edge.bandwidth_bytes_per_s for edge in map(self.edges.__getitem__, route.edges) if edge.of_accelerator]
+        return min([self.bandwidth(route), *(_KERNEL_RATE * bandwidth for bandwidth in links)])
 
     def threads(self, i: int) -> list[tuple[int, float]]:
         """(rank, cores) of a copy on device ``cpu``; a message keeps first one side busy and then the other."""
@@ -250,15 +258,14 @@ class Pricing:
         return self.program.buckets[self.program.stage[i]][self.program.index[i]]
 
     def transfer(
-        self, parts: list[Part], overhead: float, threads: list[tuple[int, float]], by_kernel: bool = False
+        self, parts: list[Part], overhead: float, threads: list[tuple[int, float]]
     ) -> tuple[float, FlowSpec | None]:
         """A copy over one route or, one after the other, over several.
 
         It holds its routes for its latency, too; a copy that is mostly latency is not worth sharing a link for.
         """
         num_bytes = math.fsum(size for _, size in parts)
-        width = self.message_bandwidth if by_kernel and not threads else self.bandwidth
-        bandwidth_s = math.fsum(size / width(route) for route, size in parts)
+        bandwidth_s = math.fsum(size / self.bandwidth(route) for route, size in parts)
         seconds = bandwidth_s + math.fsum(route.latency_s + route.staging_s(size) for route, size in parts) + overhead
         if threads:
             return seconds, self.on_cores(seconds, threads, parts, _BRIEF_SHARE)

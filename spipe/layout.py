@@ -120,7 +120,7 @@ class Layout:
         return StageInput("output", j, source.rank)
 
     def mapped(self, ranks: Sequence[int]) -> "Layout":
-        """The same stages with rank r renamed to ``ranks[r]``, for example by ``cross_mapping``."""
+        """The same stages with rank r renamed to ``ranks[r]``."""
         if sorted(ranks) != list(range(self.num_ranks)):
             raise SpipeError(f"ranks = {list(ranks)} should name each of 0..{self.num_ranks - 1} once")
 
@@ -128,6 +128,10 @@ class Layout:
             return tuple(Stage(stage.first, stage.stop, ranks[stage.rank]) for stage in stages)
 
         return replace(self, forward=renamed(self.forward), backward=renamed(self.backward))
+
+    def cross_mapped(self, ranks_per_host: int) -> "Layout":
+        """The same stages with the ranks of the pipeline in the order of ``cross_mapping``."""
+        return self.mapped(cross_mapping(self.num_ranks, ranks_per_host))
 
     def cost(self, stage: Stage) -> float:
         """Relative forward cost of a stage for one microbatch."""

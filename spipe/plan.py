@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
-from spipe.layout import Layout, Stage, cross_mapping
+from spipe.layout import Layout, Stage
 from spipe.lower import lower, require_size
 from spipe.model import ModelSpec
 from spipe.options import Options
@@ -286,7 +286,7 @@ def make_plan(
     published: bool = False,
     layer_costs: Sequence[float] | None = None,
     layout: Layout | None = None,
-    cross: bool = False,
+    cross_mapping: bool = False,
     options: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Plan:
@@ -300,7 +300,7 @@ def make_plan(
         published: the options and full forward of the published system instead of our defaults.
         layer_costs: relative forward cost of every layer; None: from its operations.
         layout: a layout of your own instead of stages per rank.
-        cross: order the ranks of several hosts by ``spipe.layout.cross_mapping`` instead of host by host.
+        cross_mapping: order the ranks of several hosts by ``spipe.layout.cross_mapping`` instead of host by host.
         options: fields of ``Options`` that differ from the defaults.
         fields: further fields of ``Plan``.
 
@@ -324,8 +324,8 @@ def make_plan(
         if ranks > len(costs):
             raise SpipeError(f"{ranks} ranks are more than the {len(costs)} layers of {model.name}; use fewer ranks")
         layout = system.make_layout(ranks, costs, forward_stages, backward_stages, full_forward or published)
-    if cross:
-        layout = layout.mapped(cross_mapping(ranks, hardware.ranks_per_host))
+    if cross_mapping:
+        layout = layout.cross_mapped(hardware.ranks_per_host)
     chosen = Options(**{**(system.published if published else {}), **(options or {})})
     return Plan(
         model=model,

@@ -46,7 +46,7 @@ def one_forward_one_backward(layout: Layout, num_microbatches: int) -> ComputeOr
 
     A rank cycles through its F stages in groups of N microbatches (the last group may be smaller). Warm-up of rank r:
     2(N-r-1) + (F-1)N microbatch-steps; N-r-1 for F = 1. Needs the stages dealt out
-    round-robin, the same for both passes.
+    round-robin, the same for both passes; rank r is here the r-th of the pipeline, whatever its number.
     """
     num_ranks, num_stages = layout.num_ranks, len(layout.backward)
     _require_interleaved(layout)
@@ -58,12 +58,12 @@ def one_forward_one_backward(layout: Layout, num_microbatches: int) -> ComputeOr
             f"at most {num_ranks} microbatches, or one stage a rank"
         )
     groups = [range(g, min(g + num_ranks, num_microbatches)) for g in range(0, num_microbatches, num_ranks)]
-    order: ComputeOrder = []
-    for rank in range(num_ranks):
-        chunks = range(rank, num_stages, num_ranks)
+    order: ComputeOrder = [[] for _ in range(num_ranks)]
+    for place in range(num_ranks):
+        chunks = range(place, num_stages, num_ranks)
         forwards = [(k, m) for group in groups for k in chunks for m in group]
         backwards = [(k, m) for group in groups for k in reversed(chunks) for m in group]
-        warm_up = num_ranks - rank - 1
+        warm_up = num_ranks - place - 1
         if stages_per_rank > 1:
             warm_up = 2 * warm_up + (stages_per_rank - 1) * num_ranks
         warm_up = min(warm_up, len(forwards))
@@ -71,7 +71,8 @@ def one_forward_one_backward(layout: Layout, num_microbatches: int) -> ComputeOr
         for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
             steps += [("F", *forward), ("B", *backward)]
         steps += [("B", k, m) for k, m in backwards[len(forwards) - warm_up :]]
-        order.append([step for step in steps if step[0] == "B" or step[1] < len(layout.forward)])
+        rank = layout.backward[place].rank
+        order[rank] = [step for step in steps if step[0] == "B" or step[1] < len(layout.forward)]
     return order
 
 
@@ -86,8 +87,9 @@ def zero_bubble(layout: Layout, num_microbatches: int) -> ComputeOrder:
             f"ZB-H1 has one stage a rank, got {len(layout.backward)} stages on {layout.num_ranks} ranks; use one stage "
             "a rank, or 1f1b for more"
         )
-    order: ComputeOrder = []
-    for rank, steps in enumerate(one_forward_one_backward(layout, num_microbatches)):
+    order = one_forward_one_backward(layout, num_microbatches)
+    for place, stage in enumerate(layout.backward):
+        steps = order[stage.rank]
         last_forward = max((i for i, step in enumerate(steps) if step[0] == "F"), default=-1)
         mine: list[tuple[Literal["F", "B", "W"], int, int]] = []
         waiting: list[tuple[Literal["F", "B", "W"], int, int]] = []
@@ -95,9 +97,9 @@ def zero_bubble(layout: Layout, num_microbatches: int) -> ComputeOrder:
             mine.append(step)
             if step[0] == "B":
                 waiting.append(("W", step[1], step[2]))
-                if i > last_forward or len(waiting) > rank:
+                if i > last_forward or len(waiting) > place:
                     mine.append(waiting.pop(0))
-        order.append(mine + waiting)
+        order[stage.rank] = mine + waiting
     return order
 
 
@@ -108,10 +110,13 @@ def _require_interleaved(layout: Layout) -> None:
             f"1F1B needs the same number of stages on every rank: {num_stages} stages do not divide by "
             f"{num_ranks} ranks; use a multiple of {num_ranks} stages"
         )
+    places = [stage.rank for stage in layout.backward[:num_ranks]]
+    if len(set(places)) < num_ranks:
+        raise SpipeError(f"1F1B needs one of the first {num_ranks} stages on every rank; they are on ranks {places}")
     for k, stage in enumerate(layout.backward):
-        if stage.rank != k % num_ranks or (k < len(layout.forward) and layout.forward[k] != stage):
+        if stage.rank != places[k % num_ranks] or (k < len(layout.forward) and layout.forward[k] != stage):
             raise SpipeError(
-                f"1F1B needs forward and backward of stage {k} with the same layers on rank {k % num_ranks}; "
+                f"1F1B needs forward and backward of stage {k} with the same layers on rank {places[k % num_ranks]}; "
                 f"backward has layers {stage.first}..{stage.stop - 1} on rank {stage.rank}"
             )
 

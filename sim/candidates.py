@@ -118,6 +118,8 @@ class Space:
     """(microbatch size, ranks) -> costs."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Fixed for all."""
+    cross_mapping: bool = False
+    """Whether all have the ranks of several hosts in the order of ``spipe.layout.cross_mapping``."""
 
     def candidates(self, refused: dict[str, int]) -> list[Candidate]:
         """All candidates, best bound first. What cannot be laid out is counted by reason in ``refused``."""
@@ -149,6 +151,8 @@ class Space:
     ) -> Candidate:
         costs = self.cost_model(size, num_ranks)
         layout = _layout(schedule, num_ranks, _relative(costs.layer_costs()), forward, backward, full_forward)
+        if self.cross_mapping:
+            layout = layout.cross_mapped(self.hardware.ranks_per_host)
         count = self.global_batch // size
         system = get_schedule(schedule)
         options = dict(system.published) if system.simulated_only else {}

@@ -112,6 +112,7 @@ def search(
     max_simulations: int = 48,
     effort: float = 1.0,
     full_forward: bool = False,
+    cross_mapping: bool = False,
     max_rank_bytes: float | None = None,
     max_host_bytes: float | None = None,
     **plan_fields: Any,
@@ -133,6 +134,8 @@ def search(
         max_simulations: at most so many candidates are simulated before options are varied.
         effort: how many candidates are looked at, against the usual number; below 0.5, options are varied only once.
         full_forward: forward also covers what the top backward stage recomputes anyway (the published schedule).
+        cross_mapping: only plans whose ranks are in the order of ``spipe.layout.cross_mapping``; False: the search tries
+            this and other orders.
         max_rank_bytes, max_host_bytes: what a plan may use of an accelerator and of a host, if less than there is.
         plan_fields: further arguments of ``make_plan``; ``options`` given here are kept.
 
@@ -182,6 +185,7 @@ def search(
         full_forward,
         job.cost_model,
         options,
+        cross_mapping,
     )
     progress = progress or (lambda done, total, best: None)
     return _Search(job, space, cuts, executor, progress, max_simulations, effort).run()
@@ -429,7 +433,8 @@ class _Search:
             if name == "device_layers" and not 0 < variation[name] <= self.most_held(candidate):
                 continue
             yield candidate.with_options(**variation)
-        yield from ranks_mapped(candidate, self.job.hardware, self.job.costs(candidate))
+        if not self.space.cross_mapping:
+            yield from ranks_mapped(candidate, self.job.hardware, self.job.costs(candidate))
 
     def most_held(self, candidate: Candidate | None = None) -> int:
         """How many of the lowest layers accelerators may keep with all their state; more would not fit."""

@@ -76,6 +76,9 @@ def search(
     full_forward: Annotated[
         bool, typer.Option("--full-forward", help="Forward also covers what the top stage recomputes (published).")
     ] = False,
+    cross_mapping: Annotated[
+        bool, typer.Option("--cross-mapping", help="Several hosts: both ends of the pipeline share a host (published).")
+    ] = False,
     cuts: Annotated[
         str, typer.Option(metavar="HOW", help="Stages: improve, balanced, or all ways to cut.")
     ] = "improve",
@@ -149,6 +152,7 @@ def search(
             max_simulations=max_simulations,
             effort=effort,
             full_forward=full_forward,
+            cross_mapping=cross_mapping,
             max_rank_bytes=max_gpu_memory and max_gpu_memory * 2**30,
             max_host_bytes=max_host_memory and max_host_memory * 2**30,
             options=options,

@@ -67,6 +67,19 @@ def test_search_says_how_good_the_plan_is(command: Command) -> None:
     assert "of what this hardware can do" in done.out
 
 
+def test_cross_mapping_puts_both_ends_of_the_pipeline_on_one_host(command: Command) -> None:
+    small = ["--max-simulations", "1", "--effort", "0.1", "--cuts", "balanced", "--workers", "1", "--json", "-"]
+    shape = ["--schedule", "spipe", "--forward-stages", "2", "--backward-stages", "2", "--microbatch-size", "2"]
+    job = ["search", "--model", "10b", "--hardware", "v100-cluster", "--global-batch", "16", "--sequence", "1024"]
+    done = command(*job, *shape, *small, "--ranks", 8, "--cross-mapping")
+    assert done.code == 0
+    forward = json.loads(done.out)["plan"]["layout"]["forward"]
+    assert [stage["rank"] for stage in forward[:8]] == [0, 1, 4, 5, 6, 7, 2, 3]
+    refused = command(*job, *shape, *small, "--ranks", 6, "--cross-mapping")
+    assert refused.code == 2
+    assert "6 ranks do not fill hosts of 4 by two" in refused.err
+
+
 def test_search_then_simulate_then_trace(command: Command, tmp_path: Path) -> None:
     plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"
     searched = command(

@@ -87,3 +87,13 @@ def test_coupled_schedules_refuse_different_numbers_of_stages(name: str) -> None
 def test_an_unknown_schedule_names_the_nearest() -> None:
     with pytest.raises(SpipeError, match=r"unknown schedule 'spip'.*spipe"):
         get_schedule("spip")
+
+
+@pytest.mark.parametrize("name", ["spipe", "mobius", "gpipe", "1f1b", "zb-h1", "roundpipe"])
+def test_ranks_may_stand_in_any_order(name: str) -> None:
+    """Whatever numbers the ranks of a pipeline have, each computes what the rank at its place does."""
+    schedule, ranks = SCHEDULES[name], [2, 0, 3, 1]
+    stages = 1 if name in ("gpipe", "zb-h1") else 2
+    layout = schedule.make_layout(4, [1.0] * 8, stages, stages, False)
+    plain, mapped = (schedule.compute_order(x, 8) for x in (layout, layout.mapped(ranks)))
+    assert [mapped[rank] for rank in ranks] == plain

@@ -134,8 +134,8 @@ def search(
         max_simulations: at most so many candidates are simulated before options are varied.
         effort: how many candidates are looked at, against the usual number; below 0.5, options are varied only once.
         full_forward: forward also covers what the top backward stage recomputes anyway (the published schedule).
-        cross_mapping: only plans whose ranks are in the order of ``spipe.layout.cross_mapping``; False: the search tries
-            this and other orders.
+        cross_mapping: only plans whose ranks are in the order of ``spipe.layout.cross_mapping``; False: the search also
+            tries other orders.
         max_rank_bytes, max_host_bytes: what a plan may use of an accelerator and of a host, if less than there is.
         plan_fields: further arguments of ``make_plan``; ``options`` given here are kept.
 

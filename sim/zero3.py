@@ -12,7 +12,7 @@ from typing import Any
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
 from spipe.layout import Layout, Stage
-from spipe.lower import lower
+from spipe.lower import lower, require_size
 from spipe.metrics import analyse
 from spipe.model import ModelSpec
 from spipe.ops import COMPUTE, Kind
@@ -94,6 +94,7 @@ def zero3_program(model: ModelSpec, num_microbatches: int) -> Program:
     layers = model.num_total_layers
     stages = tuple(Stage(i, i + 1, 0) for i in range(layers))
     layout = Layout(layers, 1, stages, stages)
+    require_size(layout, num_microbatches)
     options = Options(optimizer="sync", barrier=True, step_order="arrival", bucket_layers=0, recompute="late")
     return lower(layout, depth_first(layout, num_microbatches), num_microbatches, options, tied=model.tied_embeddings)
 
@@ -104,7 +105,7 @@ def zero3(
     """Simulate a step on all ranks of ``hardware``.
 
     Raises:
-        SpipeError: if the global batch does not divide into microbatches on all ranks.
+        SpipeError: if the global batch does not divide into microbatches on all ranks, or into far too many.
     """
     ranks = hardware.num_ranks
     if global_batch % (microbatch_size * ranks):

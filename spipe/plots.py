@@ -44,42 +44,44 @@ def save(figure: "Figure", path: Path) -> None:
 
 
 def predicted_against_measured(rows: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Rows of ``spipe validate --json``: a panel per cluster, rows used for fitting hollow, with lines 10 % off."""
+    """Rows of ``spipe validate --json``: a panel per cluster, errors below it, rows used for fitting hollow."""
     measured = [row for row in rows if row["measured_ms"] is not None]
     if not measured:
         raise SpipeError("no row has a measured time; there is nothing to plot")
     clusters = list(dict.fromkeys(row["cluster"] for row in measured))
     systems = list(dict.fromkeys(row["system"] for row in measured))
-    figure = _figure(5.2 * len(clusters), 5.0)
-    for number, cluster in enumerate(clusters, 1):
-        axes = figure.add_subplot(1, len(clusters), number)
+    figure = _figure(5.2 * len(clusters), 6.8)
+    panels = figure.subplots(2, len(clusters), sharex="col", squeeze=False, height_ratios=[5, 2])
+    for cluster, (axes, errors) in zip(clusters, panels.T, strict=True):
         mine = [row for row in measured if row["cluster"] == cluster]
         times = [row[key] / 1e3 for row in mine for key in ("measured_ms", "predicted_ms")]
         ends = [0.85 * min(times), 1.18 * max(times)]
         axes.fill_between(ends, [0.9 * x for x in ends], [1.1 * x for x in ends], color="#DDDDDD", label="within 10 %")
         axes.plot(ends, ends, color="#888888", linewidth=0.8)
+        errors.axhspan(-10, 10, color="#DDDDDD")
+        errors.axhline(0, color="#888888", linewidth=0.8)
         for j, system in enumerate(systems):
             for used_for in ("judge", "fit"):
                 found = [row for row in mine if row["system"] == system and row["used_for"] == used_for]
                 colour = _COLOURS[j % len(_COLOURS)]
-                axes.scatter(
-                    [row["measured_ms"] / 1e3 for row in found],
-                    [row["predicted_ms"] / 1e3 for row in found],
-                    marker=_MARKERS[j % len(_MARKERS)],
-                    s=34,
-                    linewidths=1.2,
-                    edgecolors=colour,
-                    facecolors=colour if used_for == "judge" else "none",
-                    label=system if used_for == "judge" else None,
-                    zorder=3,
-                )
-        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured step (s)", title=cluster)
+                look: dict[str, Any] = {
+                    "marker": _MARKERS[j % len(_MARKERS)],
+                    "s": 34,
+                    "linewidths": 1.2,
+                    "edgecolors": colour,
+                    "facecolors": colour if used_for == "judge" else "none",
+                    "label": system if used_for == "judge" else None,
+                    "zorder": 3,
+                }
+                at = [row["measured_ms"] / 1e3 for row in found]
+                axes.scatter(at, [row["predicted_ms"] / 1e3 for row in found], **look)
+                errors.scatter(at, [100 * (row["predicted_ms"] / row["measured_ms"] - 1) for row in found], **look)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=cluster, ylabel="predicted step (s)")
+        errors.set(xlabel="measured step (s)", ylabel="error (%)")
         ticks = [t for t in (5, 10, 20, 50, 100, 200, 400) if ends[0] < t < ends[1]]
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_ticks(ticks, [str(t) for t in ticks])
             axis.set_ticks([], minor=True)
-        axes.set_aspect("equal")
-        axes.set_ylabel("predicted step (s)")
         axes.legend(frameon=False, loc="upper left", title="filled: judged, hollow: fitted")
     return figure
 

@@ -102,9 +102,17 @@ BAD = {
     "size": (HEADER, ROWS.replace("10,2,16,1,1024,21.17", "11,2,16,1,1024,21.17"), "model_size = 11"),
     "batch": (HEADER, ROWS.replace("10,2,16,1,1024,21.17", "10,3,16,1,1024,21.17"), "does not divide"),
     "half a host": (HEADER, ROWS.replace("16,1,1024,21.17", "16,1.5,1024,21.17"), "whole number"),
+    "number of hosts": (HEADER, ROWS.replace("16,1,1024,21.17", "16,1e300,1024,21.17"), "1 to 16777216"),
+    "endless cell": (HEADER, ROWS.replace("Mobius", 200_000 * "x"), "field larger than field limit"),
     "cells": (HEADER, ROWS.replace("11922,6676", "11922"), "line 4: 10 cells"),
     "cluster": (HEADER, ROWS.replace("spipe-3090", "spipe-4090"), "spipe-4090"),
 }  # fmt: skip
+
+
+def test_a_batch_that_is_far_too_large_is_left_out_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "large.csv"
+    path.write_text(f"{HEADER}\n,DeepSpeed,spipe-v100,10,2,16000000,1,1024,,32246,\n")
+    assert "2000000 microbatches" in validate(path, fit="none").skipped[0]
 
 
 @pytest.mark.parametrize("case", BAD)

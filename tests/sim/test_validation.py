@@ -112,7 +112,7 @@ BAD = {
 def test_a_batch_that_is_far_too_large_is_left_out_at_once(tmp_path: Path) -> None:
     path = tmp_path / "large.csv"
     path.write_text(f"{HEADER}\n,DeepSpeed,spipe-v100,10,2,16000000,1,1024,,32246,\n")
-    assert "2000000 microbatches" in validate(path, fit="none").skipped[0]
+    assert "2000000 microbatches" in validate(path, fit="none").skipped[0]["reason"]
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -140,7 +140,7 @@ def test_the_same_plan_gives_the_same_times(plan: Plan) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(plans(("h200x4", "v100-cluster")), st.integers(0, 2))
+@given(plans(("h200x4", "v100-cluster", "rtx3090x4")), st.integers(0, 5))
 def test_faster_hardware_is_not_slower_without_contention(plan: Plan, part: int) -> None:
     hardware = plan.hardware
     faster = [
@@ -151,6 +151,9 @@ def test_faster_hardware_is_not_slower_without_contention(plan: Plan, part: int)
                 link.replace(bandwidth_bytes_per_s=1e13, both_directions_bytes_per_s=None) for link in hardware.links
             )
         ),
+        hardware.replace(links=tuple(link.replace(latency_s=0.0) for link in hardware.links)),
+        hardware.override({"accelerator.memory_bandwidth_bytes_per_s": 1e15, "accelerator.launch_overhead_s": 0.0}),
+        hardware.override({"cpu.memory_bandwidth_bytes_per_s": 1e14}),
     ][part]
     in_order = plan.replace(options=plan.options.replace(step_order="arrival"))
     before = simulate(in_order, contention=False).makespan_s

@@ -70,6 +70,18 @@ def test_order_and_memory(table: Path) -> None:
     assert oom["num_failed"] == 1
 
 
+def test_out_of_memory_is_predicted_by_what_hosts_hold(table: Path) -> None:
+    """25 bytes a parameter of ZeRO-3 on 8 hosts are 275 GB at 88B, on one host 265 GB at 10B; SPipe's 16 are 170 GB."""
+    cluster = load_hardware("v100-cluster")
+    seen = {}
+    for usable_gb in (415, 270, 200, 100):
+        less = cluster.override({"cpu.usable_memory_bytes": usable_gb * 1e9})
+        oom = validate(table, less, fit="none").oom_agreement
+        assert (oom["num_ran"], oom["num_failed"]) == (4, 1)
+        seen[usable_gb] = (oom["num_ran_predicted"], oom["num_failed_predicted"])
+    assert seen == {415: (4, 0), 270: (4, 1), 200: (1, 1), 100: (0, 1)}
+
+
 def test_the_command_writes_json(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "v.json"
     main_code(["validate", str(table), "--hardware", "v100-cluster", "--json", str(out)])

@@ -1,9 +1,11 @@
-"""How messages travel between ranks: through host memory, gloo or NCCL.
+"""How messages travel between ranks: through host memory, from GPU to GPU, gloo or NCCL.
 
 ``send`` and ``recv`` are called in the thread of a peer lane, in the lane's order, which is the same on both sides.
 On the CPU a message is there when ``recv`` returns; on CUDA it is there in the order of the lane's stream.
 """
 
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -13,17 +15,25 @@ from spipe.errors import SpipeError, unknown
 from spipe.ops import SENDS
 from spipe.program import Program
 from spipe.runtime.devices import Device
+from spipe.runtime.peer_memory import PeerMemory, PeerMemoryError, copy_async
+from spipe.runtime.region import bytes_of
 from spipe.runtime.rendezvous import KeyValueStore, c10d, prefixed
 from spipe.runtime.store import MAILBOX_SLOTS, Store
 
-TransportName = Literal["auto", "host", "gloo", "nccl"]
-TRANSPORTS: tuple[TransportName, ...] = ("auto", "host", "gloo", "nccl")
+TransportName = Literal["auto", "host", "peer", "gloo", "nccl"]
+TRANSPORTS: tuple[TransportName, ...] = ("auto", "host", "peer", "gloo", "nccl")
 
 
 class Transport(Protocol):
-    """Moves the messages of one rank."""
+    """Moves the messages of one rank.
+
+    Attributes:
+        name: one of ``TRANSPORTS``.
+        device_bytes: memory on the rank's device that PyTorch does not know of.
+    """
 
     name: str
+    device_bytes: int
 
     def send(self, op: int, step: int, tensor: torch.Tensor) -> None:
         """Send a flat, contiguous tensor on the device as op ``op``."""
@@ -39,6 +49,7 @@ class HostTransport:
     """Mailboxes in the host's shared region: two per direction of a lane, each a copy in and a copy out."""
 
     name = "host"
+    device_bytes = 0
 
     def __init__(self, program: Program, store: Store, device: Device) -> None:
         self.store, self.device = store, device
@@ -52,31 +63,92 @@ class HostTransport:
                 self.per_step[key] += 1
         self.boxes = {key: [store.boundary(span) for span in spans] for key, spans in store.layout.mailboxes.items()}
 
-    def _place(self, op: int, step: int) -> tuple[int, int, torch.Tensor]:
-        """Number of the message in its direction, its flag, and its mailbox."""
+    def _place(self, op: int, step: int) -> tuple[int, int]:
+        """Number of the message in its direction, and the flag of the direction."""
         key = self.key[op]
-        number = step * self.per_step[key] + self.position[op]
-        return number, self.store.layout.mailbox_flags[key], self.boxes[key][number % MAILBOX_SLOTS]
+        return step * self.per_step[key] + self.position[op], self.store.layout.mailbox_flags[key]
 
     def send(self, op: int, step: int, tensor: torch.Tensor) -> None:
-        number, flag, box = self._place(op, step)
+        number, flag = self._place(op, step)
         if number >= MAILBOX_SLOTS:
             self._wait(flag + 1, number - MAILBOX_SLOTS + 1)
-        self.device.copy(box, tensor)
+        self._put(self.key[op], number % MAILBOX_SLOTS, tensor)
         self.device.finish_lane()
         self.store.flags.set(flag, number + 1)
 
     def recv(self, op: int, step: int, tensor: torch.Tensor) -> None:
-        number, flag, box = self._place(op, step)
+        number, flag = self._place(op, step)
         self._wait(flag, number + 1)
-        self.device.copy(tensor, box)
+        self._take(self.key[op], number % MAILBOX_SLOTS, tensor)
         self.device.finish_lane()
         self.store.flags.set(flag + 1, number + 1)
+
+    def _put(self, key: tuple[int, int], slot: int, tensor: torch.Tensor) -> None:
+        self.device.copy(self.boxes[key][slot], tensor)
+
+    def _take(self, key: tuple[int, int], slot: int, tensor: torch.Tensor) -> None:
+        self.device.copy(tensor, self.boxes[key][slot])
 
     def _wait(self, flag: int, value: int) -> None:
         self.store.flags.wait(flag, value, float("inf"), self.store.layout.abort)
 
     def close(self) -> None: ...
+
+
+class PeerTransport(HostTransport):
+    """The same mailboxes in the receiving GPU's memory: one copy from GPU to GPU, one inside the receiver.
+
+    Copy engines do both, so that messages take nothing from the kernels that compute; and a message may be on its way
+    before the receiver has a slot for it.
+    """
+
+    name = "peer"
+
+    def __init__(self, program: Program, rank: int, store: Store, device: Device, rendezvous: KeyValueStore) -> None:
+        super().__init__(program, store, device)
+        self.slot_bytes = -(-store.layout.boundary_bytes // 512) * 512
+        self.memory: dict[tuple[int, int], PeerMemory] = {}
+        incoming: list[tuple[int, int]] = []
+        outgoing: list[tuple[int, int]] = []
+        for key in self.boxes:
+            lane, sender = program.lanes[key[0]], key[1]
+            if rank in (lane.rank, lane.peer):
+                (outgoing if rank == sender else incoming).append(key)
+        problem = ""
+        try:
+            for key in incoming:
+                self.memory[key] = PeerMemory.allocate(MAILBOX_SLOTS * self.slot_bytes)
+        except PeerMemoryError as error:
+            problem = f"rank {rank}: {error}"
+        self.device_bytes = sum(memory.num_bytes for memory in self.memory.values())
+        try:
+            for key in incoming:
+                rendezvous.set(f"mailbox {key}", "" if problem else self.memory[key].handle())
+            for key in outgoing:
+                self.memory[key] = PeerMemory.open(rendezvous.get(f"mailbox {key}").decode())
+        except PeerMemoryError as error:
+            problem = problem or f"rank {rank}: {error}"
+        # All of them, or none: both ends of a lane have to agree.
+        rendezvous.set(f"mailboxes of {rank}", problem)
+        problems = [rendezvous.get(f"mailboxes of {r}").decode() for r in range(program.layout.num_ranks)]
+        if any(problems):
+            self.close()
+            raise PeerMemoryError(next(filter(None, problems)))
+
+    def _copy(self, target: int, source: int, tensor: torch.Tensor) -> None:
+        copy_async(target, source, bytes_of(tensor), torch.cuda.current_stream(self.device.device).cuda_stream)
+
+    def _put(self, key: tuple[int, int], slot: int, tensor: torch.Tensor) -> None:
+        self._copy(self.memory[key].pointer + slot * self.slot_bytes, tensor.data_ptr(), tensor)
+
+    def _take(self, key: tuple[int, int], slot: int, tensor: torch.Tensor) -> None:
+        self._copy(tensor.data_ptr(), self.memory[key].pointer + slot * self.slot_bytes, tensor)
+
+    def close(self) -> None:
+        for memory in self.memory.values():
+            with suppress(PeerMemoryError):  # the process that has allocated it may be gone
+                memory.close()
+        self.memory.clear()
 
 
 class GroupTransport:
@@ -87,6 +159,7 @@ class GroupTransport:
         device: Device,
     ) -> None:  # fmt: skip
         self.name: str = name
+        self.device_bytes = 0
         self.lane_of, self.device = program.lane, device
         self.groups: dict[int, tuple[Any, int]] = {}
         for number, lane in enumerate(program.lanes):
@@ -140,11 +213,13 @@ def choose_transport(name: str, device: str, num_ranks: int, shared_devices: boo
     if name not in TRANSPORTS:
         raise unknown("transport", name, TRANSPORTS)
     if name == "auto":
-        return "host" if device == "cpu" or shared_devices or num_ranks == 1 else "nccl"
-    if name == "gloo" and device == "cuda":
-        raise SpipeError("transport gloo moves CPU memory, but the plan is for device cuda; use nccl, host or auto")
-    if name == "nccl" and device == "cpu":
-        raise SpipeError("transport nccl needs device cuda, but the plan is for device cpu; use host, gloo or auto")
+        return "host" if device == "cpu" or shared_devices or num_ranks == 1 else "peer"
+    needed = {"peer": "cuda", "nccl": "cuda", "gloo": "cpu"}.get(name, device)
+    if needed != device:
+        raise SpipeError(
+            f"transport {name} needs device {needed}, but the plan is for device {device}; use "
+            f"{'host, gloo' if device == 'cpu' else 'host, peer, nccl'} or auto"
+        )
     if name == "nccl" and shared_devices:
         raise SpipeError(
             "transport nccl needs a CUDA device for every rank; with ranks that share one use host or auto"
@@ -154,9 +229,18 @@ def choose_transport(name: str, device: str, num_ranks: int, shared_devices: boo
 
 def make_transport(
     name: str, program: Program, rank: int, store: Store, device: Device, rendezvous: KeyValueStore,
-    timeout_s: float,
+    timeout_s: float, report: Callable[[str], None],
 ) -> Transport:  # fmt: skip
-    """The transport ``name`` (as ``choose_transport`` gave it) for one rank."""
+    """The transport ``name`` (as ``choose_transport`` gave it) for one rank.
+
+    GPUs that cannot reach each other's memory exchange messages through the host's; ``report`` is told.
+    """
+    if name == "peer":
+        try:
+            return PeerTransport(program, rank, store, device, rendezvous)
+        except PeerMemoryError as error:
+            report(f"no memory shared between GPUs ({error}); messages go through host memory")
+            name = "host"
     if name == "host":
         return HostTransport(program, store, device)
     return GroupTransport("gloo" if name == "gloo" else "nccl", program, rank, rendezvous, timeout_s, device)

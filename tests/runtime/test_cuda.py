@@ -69,6 +69,18 @@ def test_one_rank_two_ranks_and_every_option_have_the_same_bits(
         assert differences(torch.load(result.output / "state.pt"), first) == []
 
 
+def test_every_transport_has_the_same_bits(run_plan: Callable[..., RunResult], gpu_plan: Callable[..., Plan]) -> None:
+    """Through the host's memory, from GPU to GPU (or within the one that the ranks share), and NCCL where it can."""
+    transports = ["host", "peer"] + ["nccl"] * (torch.cuda.device_count() > 1)
+    plan = gpu_plan(2, precision="bf16", deterministic=True)
+    results = [run_plan(plan, 6, transport=name) for name in transports]
+    assert [result.summary["transport"] for result in results] == transports
+    expected = torch.load(results[0].output / "state.pt")
+    for result in results[1:]:
+        assert result.losses == results[0].losses
+        assert differences(torch.load(result.output / "state.pt"), expected) == []
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, -1])
 @pytest.mark.parametrize("options", [{}, {"device_layers": 8}], ids=str)

@@ -98,8 +98,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="which, in this order (default: %(default)s)")
     parser.add_argument("--hardware", help="our plan's hardware; default h200xN, laptop on the CPU")
-    parser.add_argument("--plan", action="append", default=[], metavar="[NAME=]FILE", help="a plan of ours and the "
-                        "name that --systems has for it (default: ours); may be repeated. Without: a stage per block, or "
+    parser.add_argument("--plan", action="append", default=[], metavar="[NAME=]FILE", help="a plan of ours, and its "
+                        "name in --systems (default: ours); may be repeated. Without any: a stage per block, or "
                         "what a search gives for several GPUs")  # fmt: skip
     parser.add_argument("--options", default="{}", help="JSON: options of our plan that differ from the defaults")
     parser.add_argument("--compile", action="store_true", help="our blocks go through torch.compile")

@@ -15,7 +15,7 @@ tokens/s, step     mean over the timed steps
 HFU                operations with recompute, over those of a bf16 matrix product measured in the same run
 of ceiling         compute ceiling over step time
 GPU                most that PyTorch reserved; in use: on the whole device, contexts and all else too, sampled
-host               sum of Pss over the system's processes, sampled; taken: by how much available memory fell
+host               sum of Pss over the processes, while it grows; taken: by how much available memory fell
 exact              whether every step uses the weights of the step before (peers: by their documentation)
 """
 

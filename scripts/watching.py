@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 SAMPLE_S, GRACE_S = 0.5, 5.0
+GROWTH_BYTES = 16 << 20
 
 
 @dataclass
@@ -26,21 +27,25 @@ class Seen:
 
 
 def watch(process: subprocess.Popen[Any], limit_s: float) -> Seen:
-    """Sample the memory of a process and its descendants until it ends; end them all at the time limit."""
+    """Sample the memory of a process and its descendants until it ends; end them all at the time limit.
+
+    Adding up the pages of 100 GiB takes a tenth of a second, in which the process waits at its next page fault. So it
+    is done only while the memory grows, which is before the steps that are timed.
+    """
     seen, deadline = Seen(), time.monotonic() + limit_s
     available, gpu_before = available_memory(), gpu_memory()
-    pause = SAMPLE_S
+    added_up = 0
     try:
         while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(pause)
-            begin = time.monotonic()
-            seen.host_bytes = max(seen.host_bytes, sum(map(pss, descendants(process.pid))))
-            seen.host_taken_bytes = max(seen.host_taken_bytes, available - available_memory())
+                process.wait(SAMPLE_S)
+            taken = available - available_memory()
+            seen.host_taken_bytes = max(seen.host_taken_bytes, taken)
+            if taken > 1.01 * added_up + GROWTH_BYTES:
+                added_up = taken
+                seen.host_bytes = max(seen.host_bytes, sum(map(pss, descendants(process.pid))))
             used = [now - before for now, before in zip(gpu_memory(), gpu_before, strict=True)]
             seen.gpu_bytes = max([seen.gpu_bytes or 0, *used]) if used else None
-            # Adding up the pages of 100 GiB takes a while: it may keep a tenth of one core busy.
-            pause = max(SAMPLE_S, 9 * (time.monotonic() - begin))
             if time.monotonic() > deadline:
                 seen.timed_out = True
                 break

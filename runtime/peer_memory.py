@@ -1,4 +1,4 @@
-"""GPU memory that other processes of this host write into, through the CUDA driver.
+"""GPU memory that other processes of this host write into, and counters that streams wait for, by the CUDA driver.
 
 An allocation has a handle of 64 bytes that another process opens: as an address of its own GPU's address space, whether
 the two use the same GPU or two with peer access. Copies run on copy engines and need no kernel on either side. The
@@ -12,6 +12,8 @@ from typing import Any
 
 _HANDLE_BYTES = 64
 _ENABLE_PEER_ACCESS = 1
+_AT_LEAST = 0  # how a stream compares, with wrap-around
+_COUNTER_MASK = 2**32 - 1
 
 
 class PeerMemoryError(Exception):
@@ -35,11 +37,17 @@ def _driver() -> Any:
     driver.cuIpcOpenMemHandle_v2.argtypes = (ctypes.POINTER(pointer), _Handle, ctypes.c_uint)
     driver.cuIpcCloseMemHandle.argtypes = (pointer,)
     driver.cuMemcpyAsync.argtypes = (pointer, pointer, size, ctypes.c_void_p)
+    driver.cuMemHostGetDevicePointer_v2.argtypes = (ctypes.POINTER(pointer), ctypes.c_void_p, ctypes.c_uint)
+    for name in ("cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"):
+        getattr(driver, name).argtypes = (ctypes.c_void_p, pointer, ctypes.c_uint32, ctypes.c_uint)
     return driver
 
 
 def _call(name: str, *arguments: Any) -> None:
-    code = getattr(_driver(), name)(*arguments)
+    try:
+        code = getattr(_driver(), name)(*arguments)
+    except AttributeError:
+        raise PeerMemoryError(f"the CUDA driver has no function {name}") from None
     if code:
         raise PeerMemoryError(f"{name} failed with CUDA error {code}")
 
@@ -89,3 +97,27 @@ class PeerMemory:
 def copy_async(target: int, source: int, num_bytes: int, stream: int) -> None:
     """Queue a copy between two addresses of GPU memory in a stream (its ``cuda_stream``)."""
     _call("cuMemcpyAsync", target, source, num_bytes, stream)
+
+
+class Counter:
+    """A 32-bit word in page-locked host memory that streams of several processes wait for and write, in their order.
+
+    Counts may wrap around; what is waited for must be less than 2^30 away.
+    """
+
+    def __init__(self, host_pointer: int) -> None:
+        pointer = ctypes.c_uint64()
+        _call("cuMemHostGetDevicePointer_v2", ctypes.byref(pointer), host_pointer, 0)
+        self.pointer, self._word = pointer.value, ctypes.c_uint32.from_address(host_pointer)
+
+    def write(self, value: int, stream: int) -> None:
+        """Set it once all work queued in the stream so far is done."""
+        _call("cuStreamWriteValue32_v2", stream, self.pointer, value & _COUNTER_MASK, 0)
+
+    def wait(self, value: int, stream: int) -> None:
+        """What is queued in the stream after this starts once the counter is at least ``value``."""
+        _call("cuStreamWaitValue32_v2", stream, self.pointer, value & _COUNTER_MASK, _AT_LEAST)
+
+    def release(self) -> None:
+        """Let go every stream that waits, now."""
+        self._word.value = (self._word.value + 2**30) & _COUNTER_MASK

@@ -125,3 +125,10 @@ def test_a_wheel_holds_the_linked_parts_and_the_native_module(tmp_path: Path) ->
         assert expected <= set(names)
     assert sum(name.startswith("spipe/_native.") and name.endswith(".so") for name in names) == 1
     assert not [name for name in names if name.split("/")[0] in ("sim", "runtime")]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "sim").glob("*.py")), ids=lambda file: file.name)
+def test_predictions_know_nothing_of_the_machine_that_makes_them(file: Path) -> None:
+    """Neither a clock nor the machine's load can change a prediction: nothing in ``sim`` can ask for them."""
+    asked = {imported.split(".")[0] for imported in imports(ast.parse(file.read_text()), at_module_level=False)}
+    assert not asked & {"time", "datetime", "psutil", "platform", "resource"}

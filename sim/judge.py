@@ -24,6 +24,8 @@ from spipe.sim.simulation import simulate
 
 NEIGHBOURS = (128, 3072)
 """Fewest and most neighbouring cuts that one round of improvement judges."""
+MOST_FINALISTS = 16  # cuts that are lowered after a round, if their program is small
+_FINALIST_OPS = 20_000
 _HOST_STATE_BYTES = 12  # of a parameter, that a host need not hold if an accelerator does
 _SMALL = 4000  # ops that are lowered in no time
 _NEIGHBOUR_OPS = 4e7  # ops replayed in one round, within the above
@@ -130,20 +132,22 @@ def simulated(job: Job, candidate: Candidate) -> Verdict | Refusal:
 
 
 def improved(job: Job, candidate: Candidate, seed: int) -> Verdict:
-    """Better cuts for a candidate that fits: those of one round of descent, lowered and replayed; else its own."""
+    """Better cuts for a candidate that fits: the best of one round of descent, lowered and replayed; else its own."""
     plan = job.plan(candidate)
     program, costs = plan.program(), job.costs(candidate)
     retiming = Retiming(program, op_costs(costs, program), costs)
-    before = Verdict(candidate, float(retiming.replay.step_s()[0]), *_most(memory(plan)))
-    fewest, most = NEIGHBOURS
-    budget = int(min(most, max(fewest, _NEIGHBOUR_OPS / retiming.replay.num_nodes)))
+    best = Verdict(candidate, float(retiming.replay.step_s()[0]), *_most(memory(plan)))
+    num_nodes, (fewest, most) = retiming.replay.num_nodes, NEIGHBOURS
+    budget = int(min(most, max(fewest, _NEIGHBOUR_OPS / num_nodes)))
+    finalists = int(min(MOST_FINALISTS, max(1, _FINALIST_OPS / num_nodes)))
     start = Cuts.of(candidate.layout)
-    cuts, _, judged = descend(retiming, candidate.freedom, start, budget=budget, seed=seed)
-    if cuts != start:
-        after = replayed(job, candidate.with_cuts(cuts, "improved", costs))
-        if isinstance(after, Verdict) and after.step_s < before.step_s:
-            return replace(after, ranked=judged)
-    return replace(before, ranked=judged)
+    found, judged = descend(retiming, candidate.freedom, start, budget=budget, seed=seed, finalists=finalists)
+    for cuts in found:
+        if cuts != start:
+            after = replayed(job, candidate.with_cuts(cuts, "improved", costs))
+            if isinstance(after, Verdict) and after.step_s < best.step_s:
+                best = after
+    return replace(best, ranked=judged)
 
 
 def interval(job: Job, candidate: Candidate) -> Interval:

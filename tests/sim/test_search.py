@@ -90,15 +90,15 @@ def test_an_expensive_head_gets_a_stage_of_its_own() -> None:
 
 
 def test_host_memory_is_a_constraint() -> None:
-    with pytest.raises(SpipeError, match=r"host 0 needs .* short of .* GiB.*hosts with \d+"):
+    with pytest.raises(SpipeError, match=r"host 0 needs .* short of .* GiB"):
         search(load_model("llama2-70b"), load_hardware("h200x1"), global_batch=4, sequence=512, max_simulations=4,
-               forward_stages=[4, 8], backward_stages=[8], schedules=["spipe"])  # fmt: skip
+               forward_stages=[4, 8], backward_stages=[8], schedules=["spipe"], advise=False)  # fmt: skip
 
 
 def test_device_memory_is_a_constraint() -> None:
     small = load_hardware("h200x1").override({"accelerator.memory_gib": 0.003})
-    with pytest.raises(SpipeError, match=r"rank 0 needs .* short of .* GiB.*accelerators with \d+"):
-        search(load_model("tiny"), small, global_batch=4, sequence=512, max_simulations=4)
+    with pytest.raises(SpipeError, match=r"rank 0 needs .* short of .* GiB"):
+        search(load_model("tiny"), small, global_batch=4, sequence=512, max_simulations=4, advise=False)
 
 
 def test_finer_stages_where_device_memory_is_short() -> None:

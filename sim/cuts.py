@@ -187,11 +187,11 @@ def _sums(model: CostModel, layers: int, name: PassName) -> Floats:
 def descend(
     retiming: Retiming, freedom: Freedom, cuts: Cuts, *, budget: int, seed: int = 0, finalists: int = 1
 ) -> tuple[list[Cuts], int]:
-    """Hill-climbing over neighbouring cuts: (where it ends and the best others, ``finalists`` in all; neighbours judged).
+    """Hill-climbing over neighbouring cuts: (where it ends and the best others, neighbours judged).
 
-    Neighbours are judged some at a time, in an order drawn with ``seed``; the best of them is taken as soon as it
-    is better. Where none is, two layers are moved at a time, for ``PAIRS`` tries. Ends where that does not help
-    either, or after ``budget`` neighbours.
+    ``finalists`` cuts are returned. Neighbours are judged some at a time, in an order drawn with ``seed``; the best of
+    them is taken as soon as it is better. Where none is, two layers are moved at a time, for ``PAIRS`` tries. Ends
+    where that does not help either, or after ``budget`` neighbours.
     """
     random = Random(seed)
     scores = {cuts: float(retiming.scores([cuts])[0])}

@@ -98,7 +98,7 @@ def test_finds_the_optimum_of_every_small_instance(instance: dict[str, Any]) -> 
 @settings(max_examples=20, deadline=None)
 @given(instances())
 def test_improved_cuts_are_not_far_from_the_optimum(instance: dict[str, Any]) -> None:
-    """What large instances get: descent driven by replay, which moves one or two layers at a time and may miss the best."""
+    """What large instances get: descent driven by replay, which may miss the best."""
     instance |= {"hardware": load_hardware("v100-ideal-host"), "contention": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_module("spipe.sim.search"), "MAX_CUTS", 0)

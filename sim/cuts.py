@@ -30,7 +30,7 @@ _PASSES: tuple[tuple[Kind, PassName], ...] = (
     (Kind.BACKWARD, "backward"),
 )
 PAIRS = 256
-_TIMES = 2_000_000  # nodes times columns of one replay
+_TIMES = 1_000_000  # nodes times columns of one replay
 _WEIGHT_OPS = (Kind.FETCH, Kind.OFFLOAD_GRAD, Kind.STEP)
 
 

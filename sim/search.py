@@ -25,7 +25,7 @@ from spipe.model import ModelSpec
 from spipe.sim.advice import no_plan
 from spipe.sim.candidates import Candidate, every_cut
 from spipe.sim.judge import Verdict, has_spreads, improved, interval, replayed, simulated
-from spipe.sim.ledger import Ledger, Progress, best_of, best_s
+from spipe.sim.ledger import Ledger, Progress, Verdicts, best_of, best_s
 from spipe.sim.search_result import Interval, SearchResult, beats, pareto_front
 from spipe.sim.simulation import simulate
 from spipe.sim.space import Space, make_space
@@ -40,6 +40,7 @@ WAVE = 8  # candidates that are judged before the next decision
 FAMILIES = (8, 4, 4, 2, 2, 2, 2, 2)  # candidates whose cuts are improved, round after round
 MAX_CUTS = 512  # up to so many cuts in all are enumerated
 NEAR = 1.1  # other cuts may make a candidate so much faster than balanced ones
+HOPELESS = 1.002  # options that make a plan so much slower are left alone
 WITH_INTERVAL = 8  # candidates, of the best, whose intervals are found
 
 
@@ -85,7 +86,8 @@ def search(
             same for any.
         progress: see ``Progress``.
         max_simulations: at most so many candidates are simulated before options are varied.
-        effort: how many candidates are looked at, against the usual number; below 0.5, options are varied only once.
+        effort: how many candidates are looked at and improved, against the usual number; below 0.5, options are varied
+            only once.
         full_forward: forward also covers what the top backward stage recomputes anyway (the published schedule).
         max_rank_bytes, max_host_bytes: what a plan may use of an accelerator and of a host, if less than there is.
         advise: whether the error of a search that finds nothing looks for changes that would make a plan possible.
@@ -151,7 +153,8 @@ class _Search:
             else:
                 self.rank(candidates)
                 if self.cuts == "improve" and ledger.replayed:
-                    self.improve(best_of(ledger.replayed, FAMILIES[0]))
+                    families = FAMILIES[: max(2, round(self.effort * len(FAMILIES)))]
+                    self.improve(best_of(ledger.replayed, families[0]), families)
                 self.judge()
             if ledger.simulated:
                 self.vary()
@@ -226,7 +229,7 @@ class _Search:
             )
         self.ledger.discard(max(0, len(candidates) - len(chosen)))
 
-    def improve(self, verdicts: list[Verdict], families: Sequence[int] = FAMILIES) -> None:
+    def improve(self, verdicts: list[Verdict], families: Sequence[int]) -> None:
         """Rounds of descent on the best candidates: fewer and fewer of them."""
         current = {verdict.candidate: verdict for verdict in verdicts}
         for round_, count in enumerate(families):
@@ -241,16 +244,13 @@ class _Search:
                 return
 
     def judge(self) -> None:
-        """Simulate the best by replay, until no other can be better; and the built-in presets."""
+        """Simulate the best by replay, until no other can be better; and the built-in presets that could be."""
         waiting = [verdict.candidate for verdict in best_of(self.ledger.replayed)]
         if self.ranking is simulated:
             self.ledger.simulated.update(
                 (c, v) for c, v in self.ledger.replayed.items() if v.candidate.cuts != "improved"
             )
             waiting = [candidate for candidate in waiting if candidate not in self.ledger.simulated]
-        else:
-            presets = [preset for like in waiting[:1] for preset in self.space.presets(like)]
-            self.ledger.ask(simulated, presets, self.ledger.simulated)
         ops = asked = 0
         for wave in _waves(waiting):
             left = []
@@ -260,6 +260,10 @@ class _Search:
                     if asked <= self.max_simulations and (ops <= self.effort * SIMULATED_OPS or asked <= MIN_SIMULATED):
                         left.append(candidate)
             self.ledger.ask(simulated, left, self.ledger.simulated)
+        if self.ranking is replayed and waiting:
+            presets = self.space.presets(waiting[0])
+            left = [preset for preset in presets if preset.bound_s < best_s(self.ledger.simulated)]
+            self.ledger.ask(simulated, left, self.ledger.simulated)
         if asked > self.max_simulations:
             self.notes.append(
                 f"stopped after {self.max_simulations} simulations; {asked - self.max_simulations} candidates that "
@@ -267,22 +271,28 @@ class _Search:
             )
 
     def vary(self) -> None:
-        """Try single options and other places for the ranks, and improve the cuts again with what was kept."""
+        """Try single options and other places for the ranks, and improve the cuts again with what was kept.
+
+        An option that made the plan slower is not tried again together with others.
+        """
+        simulations = self.ledger.simulated
+        useless: set[str] = set()
         for _ in range(3 if self.effort >= 0.5 else 1):
-            best = best_of(self.ledger.simulated, 1)[0]
-            found: dict[Candidate, Verdict] = {}
-            self.ledger.ask(simulated, list(self.space.variations(best.candidate)), found)
-            gain_s = 0.999 * best_s(self.ledger.simulated)
-            kept = {c: v for c, v in found.items() if v.step_s < gain_s or v.rank_bytes < best.rank_bytes}
-            self.ledger.simulated |= kept
-            if best_s(self.ledger.simulated) >= gain_s:
+            best = best_of(simulations, 1)[0]
+            varied = {name: c for name, c in self.space.variations(best.candidate) if name not in useless}
+            found: Verdicts = {}
+            self.ledger.ask(simulated, list(varied.values()), found)
+            gain_s = 0.999 * best.step_s
+            simulations |= {c: v for c, v in found.items() if v.step_s < gain_s or v.rank_bytes < best.rank_bytes}
+            useless |= {name for name, c in varied.items() if c in found and found[c].step_s > HOPELESS * best.step_s}
+            if best_s(simulations) >= gain_s:
                 break
-        best = best_of(self.ledger.simulated, 1)[0]
+        best = best_of(simulations, 1)[0]
         if self.cuts == "improve" and best.candidate.cuts != "all":
             known = set(self.ledger.replayed)
             self.improve([best], (1, 1))
             recut = [candidate for candidate in self.ledger.replayed if candidate not in known]
-            self.ledger.ask(simulated, recut, self.ledger.simulated)
+            self.ledger.ask(simulated, recut, simulations)
 
     # ------------------------------------------------------------------ results
 

@@ -87,8 +87,8 @@ class Space:
                     continue  # these stages cannot be laid out
                 yield replace(preset.with_options(**options), cuts="preset")
 
-    def variations(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The same candidate with one option changed, or with its ranks in other places."""
+    def variations(self, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+        """The same candidate with one option changed, or with its ranks in other places, by what is changed."""
         for variation in VARIATIONS:
             (name,) = variation
             if name in self.job.options or candidate.options.get(name) == variation[name]:
@@ -97,8 +97,9 @@ class Space:
                 continue  # what two STEPs at a time share is all that keeps them from being twice as fast
             if name == "device_layers" and not 0 < variation[name] <= self.most_held(candidate):
                 continue
-            yield candidate.with_options(**variation)
-        yield from ranks_mapped(candidate, self.job.hardware, self.job.costs(candidate))
+            yield f"{name} = {variation[name]}", candidate.with_options(**variation)
+        for number, mapped in enumerate(ranks_mapped(candidate, self.job.hardware, self.job.costs(candidate))):
+            yield f"ranks in order {number}", mapped
 
     def most_held(self, candidate: Candidate | None = None) -> int:
         """How many of the lowest layers accelerators may keep with all their state; more would not fit."""

@@ -10,6 +10,7 @@ from spipe.check import check
 from spipe.errors import SpipeError
 from spipe.hardware import MeasuredLayer, load_hardware
 from spipe.model import LayerKind, ModelSpec, PassName, load_model
+from spipe.plan import make_plan
 from spipe.sim import SearchResult, search, search_for, simulate
 from spipe.sim.cost import CostModel
 from spipe.sim.objectives import dollars_per_token
@@ -119,16 +120,39 @@ def test_progress_is_reported() -> None:
 
 
 def test_cuts_are_improved_and_the_presets_are_beaten() -> None:
+    model, hardware = load_model("10b"), load_hardware("v100x4")
+    job: dict[str, Any] = {"global_batch": 8, "sequence": 1024, "microbatch_size": 2, "precision": "fp16"}
     result = search(
-        load_model("10b"), load_hardware("v100x4"), global_batch=8, sequence=1024, microbatch_size=2, num_ranks=4,
-        schedules=["spipe", "mobius"], forward_stages=[2, 3], precision="fp16", max_simulations=4,
-    )  # fmt: skip
+        model,
+        hardware,
+        num_ranks=4,
+        schedules=["spipe", "mobius"],
+        forward_stages=[2, 3],
+        max_simulations=4,
+        effort=0.2,
+        **job,
+    )
     assert result.candidates[0]["cuts"] == "improved"
-    presets = [row["step_s"] for row in result.candidates if row["cuts"] == "preset"]
-    assert len(presets) == 4
-    assert result.simulation.step_s < 0.95 * min(presets)
+    for schedule, stages in (("spipe", (2, 6)), ("mobius", (2, 2))):
+        for published in (False, True):
+            preset = make_plan(
+                model, hardware, schedule=schedule, forward_stages=stages[0], backward_stages=stages[1],
+                published=published, **job,
+            )  # fmt: skip
+            assert result.simulation.step_s < 0.95 * simulate(preset).step_s
     assert check(result.plan.program()) == []
     assert 0 < result.gap < 1
+
+
+def test_a_preset_that_is_better_than_what_was_found_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages of the presets are not among the enumerated ones here."""
+    monkeypatch.setattr(import_module("spipe.sim.space"), "STAGES_PER_RANK", (1,))
+    monkeypatch.setattr(import_module("spipe.sim.space"), "BACKWARD_PER_FORWARD", (1,))
+    result = search(
+        load_model("10b"), load_hardware("v100x4"), global_batch=8, sequence=1024, microbatch_size=2, num_ranks=4,
+        schedules=["spipe"], precision="fp16", max_simulations=1, effort=0.01, cuts="balanced",
+    )  # fmt: skip
+    assert any(row["cuts"] == "preset" for row in result.candidates)
 
 
 def test_any_number_of_processes_finds_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:

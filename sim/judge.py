@@ -25,7 +25,7 @@ from spipe.sim.simulation import simulate
 NEIGHBOURS = (128, 3072)
 """Fewest and most neighbouring cuts that one round of improvement judges."""
 MOST_FINALISTS = 16  # cuts that are lowered after a round, if their program is small
-_FINALIST_OPS = 20_000
+_FINALIST_OPS = 2_000
 _HOST_STATE_BYTES = 12  # of a parameter, that a host need not hold if an accelerator does
 _SMALL = 4000  # ops that are lowered in no time
 _NEIGHBOUR_OPS = 4e7  # ops replayed in one round, within the above

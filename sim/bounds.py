@@ -1,8 +1,9 @@
 """Bounds: times that no step can beat, of a layout and of everything that could be laid out on the hardware.
 
 Ops never take less than their own seconds, whatever they share, so that contention makes no bound wrong. All bounds are
-of steps in steady state: the distance of two VALIDATEs. With stale weights steps get there after a while only, because
-VALIDATEs do not wait for what STEPs are behind.
+of steps in steady state: the distance of two VALIDATEs. With stale weights steps get there after a while only, so that
+more of them are simulated (``spipe.sim.simulation.SETTLING_STEPS``), and they overlap, so that fill and drain are no
+part of these bounds.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,7 +26,8 @@ def lower_bound_s(
 ) -> float:
     """A step of this layout, with ``options`` that differ from the defaults, takes at least this long.
 
-    The compute of two steps never overlaps. So a step lasts as long as a rank computes, and the time the forward stages
+    The compute of two steps never overlaps, but with stale weights, where no more than the compute of one rank is left
+    of this bound. So a step lasts as long as a rank computes, and the time the forward stages
     below its first one take to send it the first microbatch, the time the backward stages below its last one take for
     the last, and what the lowest layer needs between two steps (``turn_s``). Gradient copies, the optimizer and, on
     device ``cpu``, the cores of a host are bounds, too.
@@ -65,7 +67,8 @@ def lower_bound_s(
         busy = [max(total, (count - 1) * issue) for total, count in zip(busy, num_ops, strict=True)]
     lowest = layout.forward[0] if layout.forward else layout.backward[0]
     turn = turn_s(costs, {lowest.rank}) if turns else 0.0
-    bounds = [turn + sum(parts) for parts in zip(busy, lead, tail, strict=True)]
+    apart = [turn + sum(parts) for parts in zip(busy, lead, tail, strict=True)]
+    bounds = list(busy) if options.get("optimizer") == "stale" else apart
     hosts: dict[int, float] = {}
     for rank in range(layout.num_ranks):
         host = hardware.host_of(rank)
@@ -141,7 +144,7 @@ def least_step_s(
             reach = len(layers) if full_forward else top
             busy = num_microbatches * (below[:top].sum() + again[top:].sum() + forward[:reach].sum())
             late = np.mean([lead[min(k, reach)] for k in range(used)])
-            shared = busy / used + fill + late
+            shared = busy / used + (0.0 if stale else fill + late)
             compute = min(compute, max(shared, num_microbatches * again[top:].sum()))
     together = _TOGETHER if steps_together else 1.0
     hosts = -(-num_ranks // hardware.ranks_per_host)

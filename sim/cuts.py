@@ -8,6 +8,7 @@ from another stage, a weight slot can be reused) is put right by lowering the ne
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from itertools import combinations
 from random import Random
 
@@ -28,7 +29,8 @@ _PASSES: tuple[tuple[Kind, PassName], ...] = (
     (Kind.RECOMPUTE, "recompute"),
     (Kind.BACKWARD, "backward"),
 )
-_TIMES = 2_000_000  # nodes times columns of one replay
+PAIRS = 256
+_TIMES = 1_000_000  # nodes times columns of one replay
 _WEIGHT_OPS = (Kind.FETCH, Kind.OFFLOAD_GRAD, Kind.STEP)
 
 
@@ -182,27 +184,58 @@ def _sums(model: CostModel, layers: int, name: PassName) -> Floats:
     return _prefix([model.stage_s(range(i, i + 1), name) for i in range(layers)])
 
 
-def descend(retiming: Retiming, freedom: Freedom, cuts: Cuts, *, budget: int, seed: int = 0) -> tuple[Cuts, float, int]:
-    """Hill-climbing over neighbouring cuts: (best cuts, their score, neighbours judged).
+def descend(
+    retiming: Retiming, freedom: Freedom, cuts: Cuts, *, budget: int, seed: int = 0, finalists: int = 1
+) -> tuple[list[Cuts], int]:
+    """Hill-climbing over neighbouring cuts: (where it ends and the best others, neighbours judged).
 
-    Neighbours are judged some at a time, in an order drawn with ``seed``; the best of them is taken as soon as it
-    is better. Ends where no neighbour is, or after ``budget`` neighbours.
+    ``finalists`` cuts are returned. Neighbours are judged some at a time, in an order drawn with ``seed``; the best of
+    them is taken as soon as it is better. Where none is, two layers are moved at a time, for ``PAIRS`` tries. Ends
+    where that does not help either, or after ``budget`` neighbours.
     """
     random = Random(seed)
-    (score,) = retiming.scores([cuts])
-    best, judged = float(score), 0
+    scores = {cuts: float(retiming.scores([cuts])[0])}
+    judged = 0
     while judged < budget:
-        around = list(freedom.neighbours(cuts))
-        random.shuffle(around)
-        del around[budget - judged :]
-        for begin in range(0, len(around), retiming.width):
-            some = around[begin : begin + retiming.width]
-            scores = retiming.scores(some)
-            judged += len(some)
-            pick = int(np.argmin(scores))
-            if scores[pick] < best * (1 - 1e-9):
-                cuts, best = some[pick], float(scores[pick])
+        for moves in (_single_moves, _pairs):
+            around = moves(freedom, cuts, random)[: budget - judged]
+            better, count = _first_better(retiming, around, scores, scores[cuts])
+            judged += count
+            if better is not None:
+                cuts = better
                 break
         else:
             break
-    return cuts, best, judged
+    others = nsmallest(finalists - 1, (each for each in scores if each != cuts), key=scores.__getitem__)
+    return [cuts, *others], judged
+
+
+def _first_better(
+    retiming: Retiming, around: Sequence[Cuts], scores: dict[Cuts, float], best: float
+) -> tuple[Cuts | None, int]:
+    """The best of the first few that have a better one among them, and how many were judged, into ``scores``."""
+    for begin in range(0, len(around), retiming.width):
+        some = around[begin : begin + retiming.width]
+        scores |= zip(some, map(float, retiming.scores(some)), strict=True)
+        pick = min(some, key=lambda cuts: scores[cuts])
+        if scores[pick] < best * (1 - 1e-9):
+            return pick, begin + len(some)
+    return None, len(around)
+
+
+def _single_moves(freedom: Freedom, cuts: Cuts, random: Random) -> list[Cuts]:
+    """All neighbours, in any order."""
+    around = list(freedom.neighbours(cuts))
+    random.shuffle(around)
+    return around
+
+
+def _pairs(freedom: Freedom, cuts: Cuts, random: Random) -> list[Cuts]:
+    """Neighbours of neighbours, at most ``PAIRS``."""
+    found: dict[Cuts, None] = {}
+    for near in _single_moves(freedom, cuts, random):
+        some = _single_moves(freedom, near, random)[: PAIRS // 8]
+        found |= dict.fromkeys(far for far in some if far != cuts)
+        if len(found) >= PAIRS:
+            break
+    return list(found)[:PAIRS]

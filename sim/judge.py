@@ -19,10 +19,13 @@ from spipe.sim.cost import CostModel
 from spipe.sim.cuts import Cuts, Retiming, descend
 from spipe.sim.pricing import op_costs
 from spipe.sim.replay import Replay
+from spipe.sim.search_result import Interval
 from spipe.sim.simulation import simulate
 
 NEIGHBOURS = (128, 3072)
 """Fewest and most neighbouring cuts that one round of improvement judges."""
+MOST_FINALISTS = 16  # cuts that are lowered after a round, if their program is small
+_FINALIST_OPS = 2_000
 _HOST_STATE_BYTES = 12  # of a parameter, that a host need not hold if an accelerator does
 _SMALL = 4000  # ops that are lowered in no time
 _NEIGHBOUR_OPS = 4e7  # ops replayed in one round, within the above
@@ -48,7 +51,7 @@ class Job:
     max_rank_bytes: float = math.inf
     max_host_bytes: float = math.inf
 
-    def cost_model(self, microbatch_size: int, num_ranks: int) -> CostModel:
+    def cost_model(self, microbatch_size: int, num_ranks: int, compute_threads: int = 1) -> CostModel:
         fields = self.plan_fields
         return CostModel(
             model=self.model,
@@ -57,13 +60,13 @@ class Job:
             sequence=self.sequence,
             microbatch_size=microbatch_size,
             gradient_precision=fields.get("gradient_precision"),
-            compute_threads=fields.get("compute_threads", 1),
+            compute_threads=compute_threads,
             optimizer_threads=fields.get("optimizer_threads", 0),
             ranks_per_host=min(num_ranks, self.hardware.ranks_per_host),
         )
 
     def costs(self, candidate: Candidate) -> CostModel:
-        return self.cost_model(candidate.microbatch_size, candidate.num_ranks)
+        return self.cost_model(candidate.microbatch_size, candidate.num_ranks, candidate.compute_threads)
 
     def plan(self, candidate: Candidate, num_microbatches: int | None = None) -> Plan:
         count = num_microbatches or candidate.num_microbatches
@@ -76,6 +79,7 @@ class Job:
             global_batch=candidate.microbatch_size * count,
             microbatch_size=candidate.microbatch_size,
             sequence=self.sequence,
+            compute_threads=candidate.compute_threads,
             options={**candidate.options, **self.options},
             **self.plan_fields,
         )
@@ -83,57 +87,87 @@ class Job:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found out about a candidate.
+    """How fast a candidate is that fits.
 
     Attributes:
         candidate: what was judged, with the options and cuts it got.
-        step_s: of a step in steady state; None where the candidate was refused.
+        step_s: of a step in steady state.
         rank_bytes, host_bytes: of the rank and the host that hold most.
-        reason: why it was refused.
-        short: the memory report, if it was refused for lack of memory.
         ranked: how many neighbouring cuts were judged on the way.
     """
 
     candidate: Candidate
-    step_s: float | None = None
-    rank_bytes: int = 0
-    host_bytes: int = 0
-    reason: str = ""
-    short: MemoryReport | None = None
+    step_s: float
+    rank_bytes: int
+    host_bytes: int
     ranked: int = 0
 
     @property
     def order(self) -> tuple[Any, ...]:
         """Sort key: faster first; equals in the order of their candidates."""
-        return (self.step_s if self.step_s is not None else float("inf"), *self.candidate.key)
+        return (self.step_s, *self.candidate.key)
 
 
-def replayed(job: Job, candidate: Candidate) -> Verdict:
+@dataclass(frozen=True)
+class Refusal:
+    """Why a candidate cannot be run.
+
+    Attributes:
+        short: the memory report, if it is refused for lack of memory.
+    """
+
+    candidate: Candidate
+    reason: str
+    short: MemoryReport | None = None
+
+
+def replayed(job: Job, candidate: Candidate) -> Verdict | Refusal:
     """The step time without contention, if the candidate fits."""
     return _judged(job, candidate, lambda plan: _replayed_s(job, plan))
 
 
-def simulated(job: Job, candidate: Candidate) -> Verdict:
+def simulated(job: Job, candidate: Candidate) -> Verdict | Refusal:
     """The step time by the engine, if the candidate fits."""
     return _judged(job, candidate, lambda plan: simulate(plan, contention=job.contention).step_s)
 
 
 def improved(job: Job, candidate: Candidate, seed: int) -> Verdict:
-    """Better cuts for a candidate that fits: those of one round of descent, lowered and replayed; else its own."""
+    """Better cuts for a candidate that fits: the best of one round of descent, lowered and replayed; else its own."""
     plan = job.plan(candidate)
     program, costs = plan.program(), job.costs(candidate)
     retiming = Retiming(program, op_costs(costs, program), costs)
-    before = Verdict(candidate, float(retiming.replay.step_s()[0]), *_most(memory(plan)))
-    fewest, most = NEIGHBOURS
-    budget = int(min(most, max(fewest, _NEIGHBOUR_OPS / retiming.replay.num_nodes)))
+    best = Verdict(candidate, float(retiming.replay.step_s()[0]), *_most(memory(plan)))
+    num_nodes, (fewest, most) = retiming.replay.num_nodes, NEIGHBOURS
+    budget = int(min(most, max(fewest, _NEIGHBOUR_OPS / num_nodes)))
+    finalists = int(min(MOST_FINALISTS, max(1, _FINALIST_OPS / num_nodes)))
     start = Cuts.of(candidate.layout)
-    cuts, _, judged = descend(retiming, candidate.freedom, start, budget=budget, seed=seed)
-    if cuts != start:
-        after = replayed(job, candidate.with_cuts(cuts, "improved", costs))
-        assert before.step_s is not None
-        if after.step_s is not None and after.step_s < before.step_s:
-            return replace(after, ranked=judged)
-    return replace(before, ranked=judged)
+    found, judged = descend(retiming, candidate.freedom, start, budget=budget, seed=seed, finalists=finalists)
+    for cuts in found:
+        if cuts != start:
+            after = replayed(job, candidate.with_cuts(cuts, "improved", costs))
+            if isinstance(after, Verdict) and after.step_s < best.step_s:
+                best = after
+    return replace(best, ranked=judged)
+
+
+def interval(job: Job, candidate: Candidate) -> Interval:
+    """The step times of a candidate that fits if every measured layer is faster, and slower, by its spread."""
+    plan = job.plan(candidate)
+    fast, slow = (
+        simulate(plan, hardware=_shifted(job.hardware, sign), contention=job.contention).step_s for sign in (-1, 1)
+    )
+    return fast, slow
+
+
+def has_spreads(hardware: HardwareSpec) -> bool:
+    """Whether times on this hardware come with intervals."""
+    return any(entry.spread_s for entry in hardware.measured)
+
+
+def _shifted(hardware: HardwareSpec, sign: int) -> HardwareSpec:
+    """Every measured layer faster (-1) or slower (1) by its spread."""
+    entries = (entry.replace(seconds=max(0.0, entry.seconds + sign * entry.spread_s)) for entry in hardware.measured)
+    return hardware.replace(measured=tuple(entries))
 
 
 def _replayed_s(job: Job, plan: Plan) -> float:
@@ -141,19 +175,28 @@ def _replayed_s(job: Job, plan: Plan) -> float:
     return float(Replay(program, op_costs(CostModel.of(plan), program)).step_s()[0])
 
 
-def _judged(job: Job, candidate: Candidate, step_s: Callable[[Plan], float]) -> Verdict:
-    """A candidate that is short of memory gets the options that need less of it."""
+def fitting(job: Job, candidate: Candidate) -> tuple[Candidate, MemoryReport]:
+    """The candidate, with the options that need less memory where it is short of it, and what it needs then.
+
+    Raises:
+        SpipeError: if there is no such plan.
+    """
+    report = _memory(job, candidate)
+    for leaner in (_inputs_on_host, _no_undo_data, _held_layers):
+        other = leaner(job, candidate, report)
+        if other is not None:
+            candidate, report = other, _memory(job, other)
+    return candidate, report
+
+
+def _judged(job: Job, candidate: Candidate, step_s: Callable[[Plan], float]) -> Verdict | Refusal:
     try:
-        report = _memory(job, candidate)
-        for leaner in (_inputs_on_host, _no_undo_data, _held_layers):
-            other = leaner(job, candidate, report)
-            if other is not None:
-                candidate, report = other, _memory(job, other)
+        candidate, report = fitting(job, candidate)
         if not report.fits:
-            return Verdict(candidate, None, *_most(report), "; ".join(report.problems), report)
+            return Refusal(candidate, "; ".join(report.problems), report)
         return Verdict(candidate, step_s(job.plan(candidate)), *_most(report))
     except SpipeError as error:
-        return Verdict(candidate, reason=str(error))
+        return Refusal(candidate, str(error))
 
 
 def _inputs_on_host(job: Job, candidate: Candidate, report: MemoryReport) -> Candidate | None:
@@ -201,4 +244,4 @@ def _most(report: MemoryReport) -> tuple[int, int]:
     return max(report.rank_bytes), max(report.host_bytes)
 
 
-__all__ = ["Job", "Verdict", "improved", "replayed", "simulated"]
+__all__ = ["Job", "Refusal", "Verdict", "fitting", "has_spreads", "improved", "interval", "replayed", "simulated"]

@@ -6,7 +6,8 @@ from typing import Any
 from spipe.errors import SpipeError, unknown
 from spipe.hardware import HardwareSpec
 from spipe.model import ModelSpec
-from spipe.sim.search import SearchResult, search
+from spipe.sim.search import search
+from spipe.sim.search_result import SearchResult
 
 OBJECTIVES = ("time", "dollars", "memory", "sequence", "layers")
 _SEQUENCE_STEP = 256
@@ -54,9 +55,16 @@ def search_for(
             )
         hardware = hardware.resized(num_hosts=hosts)
     if objective == "sequence":
-        result = _largest(lambda n: run(sequence=n * _SEQUENCE_STEP), (model.max_sequence or 2**20) // _SEQUENCE_STEP)
+        result = _largest(
+            lambda n: run(sequence=n * _SEQUENCE_STEP, advise=n == 1), (model.max_sequence or 2**20) // _SEQUENCE_STEP
+        )
     elif objective == "layers":
-        result = _largest(lambda n: run(model=model.replace(num_layers=n, name=f"{model.name}-{n}-layers")), 4096)
+
+        def of_layers(number: int) -> SearchResult:
+            deeper = model.replace(num_layers=number, name=f"{model.name}-{number}-layers")
+            return run(model=deeper, advise=number == 1)
+
+        result = _largest(of_layers, 4096)
     elif objective == "dollars":
         result = _fewest_dollars(run, hardware)
     else:
@@ -117,7 +125,7 @@ def _least_memory(run: Callable[..., SearchResult], result: SearchResult, speed:
     while enough - short > 0.02 * enough:
         tried = (enough + short) // 2
         try:
-            other = run(max_rank_bytes=tried)
+            other = run(max_rank_bytes=tried, advise=False)
         except SpipeError:
             short = tried
             continue

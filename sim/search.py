@@ -13,26 +13,22 @@ same inputs give the same plan, for any number of processes.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from spipe.check import check
 from spipe.errors import SpipeError, unknown
 from spipe.hardware import HardwareSpec
-from spipe.memory import MemoryReport
 from spipe.model import ModelSpec
-from spipe.options import Options
-from spipe.plan import Plan
-from spipe.schedules import SCHEDULES, get_schedule
-from spipe.sim.bounds import least_step_s
-from spipe.sim.candidates import Candidate, Space, every_cut, ranks_mapped
-from spipe.sim.judge import Job, Verdict, improved, replayed, simulated
-from spipe.sim.simulation import Simulation, simulate
-
-Progress = Callable[[int, int, float | None], None]
-"""Called with candidates done, candidates in all, and the best step time so far (seconds)."""
+from spipe.sim.advice import no_plan
+from spipe.sim.candidates import Candidate, every_cut
+from spipe.sim.judge import Verdict, has_spreads, improved, interval, replayed, simulated
+from spipe.sim.ledger import Ledger, Progress, Verdicts, best_of, best_s
+from spipe.sim.search_result import Interval, SearchResult, beats, pareto_front
+from spipe.sim.simulation import simulate
+from spipe.sim.space import Space, make_space
 
 CUTS = ("improve", "balanced", "all")
 MAX_OPS = 150_000  # larger programs are left out, unless nothing smaller is asked for
@@ -44,53 +40,8 @@ WAVE = 8  # candidates that are judged before the next decision
 FAMILIES = (8, 4, 4, 2, 2, 2, 2, 2)  # candidates whose cuts are improved, round after round
 MAX_CUTS = 512  # up to so many cuts in all are enumerated
 NEAR = 1.1  # other cuts may make a candidate so much faster than balanced ones
-_STATE_BYTES = 16  # of a parameter that an accelerator holds: weight, gradient, master and moments
-WORTH_SENDING_OPS = 10_000  # less work than this is done here, not in other processes
-HELD_LAYERS = (1, 2, 4, 8, 16, 32)
-VARIATIONS: tuple[dict[str, Any], ...] = (
-    {"weight_slots": 3},
-    {"weight_slots": 4},
-    {"recompute": "late"},
-    {"bucket_layers": 0},
-    {"bucket_layers": 2},
-    {"stage_input_route": "host"},
-    {"optimizer_workers": 2},
-    *({"device_layers": held} for held in HELD_LAYERS),
-)
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The best plan, with its predicted metrics, and what it was compared with.
-
-    Attributes:
-        plan, simulation: the best one.
-        lower_bound_s: no plan in the searched space has a shorter step (``spipe.sim.bounds.least_step_s``).
-        limit: what the bound comes from.
-        candidates: one row per simulated candidate, best first.
-        front: the rows that no other beats in step time, accelerator memory and host memory together.
-        rejected: rows of what does not fit or cannot be laid out, each with its ``reason``.
-        interval_s: step times of the plan if every measured layer is faster, or slower, by its spread; None where the
-            hardware has no spreads.
-        counts: candidates ``enumerated``, ``discarded`` by their bound, ``ranked`` by replay, ``simulated``.
-        notes: what the costs rest on, and what the search left out.
-    """
-
-    plan: Plan
-    simulation: Simulation
-    lower_bound_s: float
-    limit: str
-    candidates: list[dict[str, Any]]
-    front: list[dict[str, Any]]
-    rejected: list[dict[str, Any]]
-    interval_s: tuple[float, float] | None
-    counts: dict[str, int]
-    notes: tuple[str, ...]
-
-    @property
-    def gap(self) -> float:
-        """How much longer the plan's step is than the lower bound: 0.04 for 4 per cent."""
-        return self.simulation.step_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else float("inf")
+HOPELESS = 1.002  # options that make a plan so much slower are left alone
+WITH_INTERVAL = 8  # candidates, of the best, whose intervals are found
 
 
 def search(
@@ -104,6 +55,7 @@ def search(
     forward_stages: int | Sequence[int] | None = None,
     backward_stages: int | Sequence[int] | None = None,
     microbatch_size: int | Sequence[int] | None = None,
+    compute_threads: int | Sequence[int] = 1,
     precision: str | None = None,
     cuts: str = "improve",
     contention: bool = True,
@@ -115,6 +67,7 @@ def search(
     cross_mapping: bool = False,
     max_rank_bytes: float | None = None,
     max_host_bytes: float | None = None,
+    advise: bool = True,
     **plan_fields: Any,
 ) -> SearchResult:
     """The fastest plan that fits.
@@ -124,6 +77,8 @@ def search(
         schedules: names; None: all.
         num_ranks, forward_stages, backward_stages, microbatch_size: a value, several, or None to search. Stages are per
             rank. Ranks are searched downwards from all of them by halves: the best plan may use fewer than offered.
+        compute_threads: device ``cpu``: threads of a rank's compute lane, or several numbers to choose from. How times
+            shrink with threads is assumed, not measured, so that none but the given ones are tried.
         precision: None: bf16 on device ``cuda`` (fp16 if the accelerator has no bf16), fp32 on ``cpu``.
         cuts: ``improve``: move the bounds of stages where it helps, and try all where they are few; ``balanced``: only
             stages that are as equal as possible; ``all``: every way to cut, however many.
@@ -132,160 +87,91 @@ def search(
             same for any.
         progress: see ``Progress``.
         max_simulations: at most so many candidates are simulated before options are varied.
-        effort: how many candidates are looked at, against the usual number; below 0.5, options are varied only once.
+        effort: how many candidates are looked at and improved, against the usual number; below 0.5, options are varied
+            only once.
         full_forward: forward also covers what the top backward stage recomputes anyway (the published schedule).
         cross_mapping: only plans whose ranks are in the order of ``spipe.layout.cross_mapping``; False: the search also
             tries other orders.
         max_rank_bytes, max_host_bytes: what a plan may use of an accelerator and of a host, if less than there is.
+        advise: whether the error of a search that finds nothing looks for changes that would make a plan possible.
         plan_fields: further arguments of ``make_plan``; ``options`` given here are kept.
 
     A KeyboardInterrupt ends the search with the best plan found so far, if there is one.
 
     Raises:
-        SpipeError: if nothing fits: what is short, by how much, and the nearest change.
+        SpipeError: naming a choice that is none.
+        NoPlanError: if nothing fits: what is short, by how much, and the nearest changes, each of them tried.
     """
-    options = plan_fields.pop("options", None) or {}
-    Options(**options)  # an unknown option is the caller's mistake, not a plan that fails
     if cuts not in CUTS:
         raise unknown("cuts", cuts, CUTS)
     if max_simulations < 1:
         raise SpipeError(f"max_simulations = {max_simulations} should be at least 1")
     if not 0 < effort < math.inf:
         raise SpipeError(f"effort = {effort!r} should be more than 0 and finite")
-    model.check_sequence(sequence)
-    precision = precision or default_precision(hardware)
-    hardware.accelerator.peak(precision)
-    runnable = [name for name in SCHEDULES if not SCHEDULES[name].simulated_only]
-    names = runnable if schedules is None else list(schedules)
-    for name in names:
-        get_schedule(name)
-    for name, limit in (("max_rank_bytes", max_rank_bytes), ("max_host_bytes", max_host_bytes)):
-        if limit is not None and not limit > 0:
-            raise SpipeError(f"{name} = {limit!r} should be more than 0")
-    job = Job(
-        model,
-        hardware,
-        sequence,
-        contention,
-        options,
-        {**plan_fields, "precision": precision},
-        max_rank_bytes or math.inf,
-        max_host_bytes or math.inf,
-    )
-    space = Space(
-        model,
-        hardware,
-        sequence,
-        global_batch,
-        names,
-        _rank_choices(hardware, num_ranks),
-        _choices("forward_stages", forward_stages),
-        _choices("backward_stages", backward_stages),
-        _microbatch_choices(global_batch, microbatch_size),
-        full_forward,
-        job.cost_model,
-        options,
-        cross_mapping,
-    )
-    progress = progress or (lambda done, total, best: None)
-    return _Search(job, space, cuts, executor, progress, max_simulations, effort).run()
-
-
-def default_precision(hardware: HardwareSpec) -> str:
-    """fp32 on device ``cpu``; on ``cuda`` bf16, or fp16 where the accelerator has no bf16."""
-    if hardware.device == "cpu":
-        return "fp32"
-    return next((dtype for dtype in ("bf16", "fp16") if dtype in hardware.accelerator.peak_flops), "fp32")
-
-
-def _choices(name: str, value: int | Sequence[int] | None) -> list[int] | None:
-    if value is None:
-        return None
-    values = [value] if isinstance(value, int) else sorted(set(value))
-    if not values or min(values) < 1:
-        raise SpipeError(f"{name} = {value!r} should be whole numbers of at least 1")
-    return values
-
-
-def _rank_choices(hardware: HardwareSpec, value: int | Sequence[int] | None) -> list[int]:
-    chosen = _choices("num_ranks", value)
-    if chosen is None:
-        chosen, ranks = [], hardware.num_ranks
-        while ranks >= 1:
-            chosen.append(ranks)
-            ranks //= 2
-        return chosen
-    if max(chosen) > hardware.num_ranks:
-        raise SpipeError(f"num_ranks = {max(chosen)}, but {hardware.name} has {hardware.num_ranks}")
-    return chosen
-
-
-def _microbatch_choices(global_batch: int, value: int | Sequence[int] | None) -> list[int]:
-    if not isinstance(global_batch, int) or global_batch < 1:
-        raise SpipeError(f"global_batch = {global_batch!r} should be a whole number of at least 1")
-    divisors = [size for size in range(1, global_batch + 1) if global_batch % size == 0]
-    chosen = _choices("microbatch_size", value)
-    wrong = [size for size in chosen or [] if size not in divisors]
-    if wrong:
-        raise SpipeError(
-            f"a global batch of {global_batch} sequences does not divide into microbatches of {wrong[0]}; use one of "
-            f"{', '.join(map(str, divisors[:12]))}"
-        )
-    return chosen or divisors
+    arguments = {
+        "model": model,
+        "hardware": hardware,
+        "global_batch": global_batch,
+        "sequence": sequence,
+        "schedules": schedules,
+        "num_ranks": num_ranks,
+        "forward_stages": forward_stages,
+        "backward_stages": backward_stages,
+        "microbatch_size": microbatch_size,
+        "compute_threads": compute_threads,
+        "precision": precision,
+        "contention": contention,
+        "full_forward": full_forward,
+        "cross_mapping": cross_mapping,
+        "max_rank_bytes": max_rank_bytes,
+        "max_host_bytes": max_host_bytes,
+        **plan_fields,
+    }
+    space = make_space(**arguments)
+    ledger = Ledger(space.job, executor, progress or (lambda done, total, best: None))
+    refused: dict[str, int] = {}
+    found = _Search(space, ledger, cuts, max_simulations, effort).run(refused)
+    if found is None:
+        raise no_plan(arguments, space, ledger, refused, advise)
+    return found
 
 
 class _Search:
-    def __init__(
-        self,
-        job: Job,
-        space: Space,
-        cuts: str,
-        executor: Executor | None,
-        progress: Progress,
-        max_simulations: int,
-        effort: float,
-    ) -> None:
-        self.job, self.space, self.cuts, self.executor = job, space, cuts, executor
-        self.progress, self.max_simulations, self.effort = progress, max_simulations, effort
-        self.rejected: list[dict[str, Any]] = []
-        self.nearest: tuple[tuple[int, float, float], Candidate, MemoryReport] | None = None
-        self.too_big: dict[tuple[object, ...], tuple[int, str]] = {}  # candidate shape -> smallest microbatch, reason
-        self.replayed: dict[Candidate, Verdict] = {}
-        self.simulated: dict[Candidate, Verdict] = {}
-        self.unsound: set[Candidate] = set()
+    def __init__(self, space: Space, ledger: Ledger, cuts: str, max_simulations: int, effort: float) -> None:
+        self.space, self.ledger, self.cuts = space, ledger, cuts
+        self.max_simulations, self.effort = max_simulations, effort
         self.notes: list[str] = []
-        self.counts = dict.fromkeys(("enumerated", "discarded", "ranked", "simulated"), 0)
-        self.done = self.planned = 0
         # On device cpu all lanes share the cores: without contention everything looks alike.
+        job = space.job
         self.ranking = simulated if job.contention and job.hardware.device == "cpu" else replayed
 
-    def run(self) -> SearchResult:
-        refused: dict[str, int] = {}
+    def run(self, refused: dict[str, int]) -> SearchResult | None:
+        """The result; None if nothing fits. What cannot be laid out is counted by reason in ``refused``."""
+        ledger = self.ledger
         candidates = self.space.candidates(refused)
-        self.rejected += [{"reason": reason, "count": count} for reason, count in refused.items()]
+        ledger.rejected += [{"reason": reason, "count": count} for reason, count in refused.items()]
         candidates = self.without_large(candidates)
         try:
             if everything := self.all_cuts(candidates):
                 self.judge_all(everything)
             else:
                 self.rank(candidates)
-                if self.cuts == "improve" and self.replayed:
-                    self.improve(self.best_of(self.replayed, FAMILIES[0]))
+                if self.cuts == "improve" and ledger.replayed:
+                    families = FAMILIES[: max(2, round(self.effort * len(FAMILIES)))]
+                    self.improve(best_of(ledger.replayed, families[0]), families)
                 self.judge()
-            if self.simulated:
+            if ledger.simulated:
                 self.vary()
         except KeyboardInterrupt:
-            if not (self.simulated or self.replayed):
+            if not (ledger.simulated or ledger.replayed):
                 raise
             self.notes.append("interrupted: this is the best plan found so far")
-        if not (self.simulated or self.replayed):
-            raise self.nothing_fits(refused)
-        return self.result()
+        return self.result() if ledger.simulated or ledger.replayed else None
 
     # ------------------------------------------------------------------ candidates
 
     def without_large(self, candidates: list[Candidate]) -> list[Candidate]:
-        self.counts["enumerated"] = len(candidates)
+        self.ledger.counts["enumerated"] = len(candidates)
         small = [candidate for candidate in candidates if candidate.num_ops <= MAX_OPS]
         if small and len(small) < len(candidates):
             self.notes.append(
@@ -302,20 +188,20 @@ class _Search:
         limit = MAX_CUTS if self.cuts == "improve" else None
         found: dict[Candidate, None] = {}
         for candidate in candidates:
-            for other in every_cut(candidate, self.job.costs(candidate)):
+            for other in every_cut(candidate, self.space.job.costs(candidate)):
                 found[other] = None
                 if limit is not None and len(found) > limit:
                     return []
-        self.counts["enumerated"] = len(found)
+        self.ledger.counts["enumerated"] = len(found)
         return sorted(found, key=lambda candidate: candidate.key)
 
     def judge_all(self, candidates: list[Candidate]) -> None:
         """Simulate every candidate whose bound allows it to be the best."""
-        self.planned = len(candidates)
+        self.ledger.planned = len(candidates)
         for wave in _waves(candidates):
-            left = [candidate for candidate in wave if candidate.bound_s < self.best_s(self.simulated)]
-            self.discard(len(wave) - len(left))
-            self.ask(simulated, left, self.simulated)
+            left = [candidate for candidate in wave if candidate.bound_s < best_s(self.ledger.simulated)]
+            self.ledger.discard(len(wave) - len(left))
+            self.ledger.ask(simulated, left, self.ledger.simulated)
 
     def rank(self, candidates: list[Candidate]) -> None:
         """Replay candidates, best bound first, until no bound is near the best time or there were enough."""
@@ -328,226 +214,113 @@ class _Search:
             chosen.append(candidate)
         if self.ranking is simulated:
             chosen = chosen[: self.max_simulations]
-        self.planned = len(candidates)
+        self.ledger.planned = len(candidates)
         for wave in _waves(chosen):
-            left = [candidate for candidate in wave if candidate.bound_s < NEAR * self.best_s(self.replayed)]
-            self.discard(len(wave) - len(left))
-            self.ask(self.ranking, left, self.replayed)
-        if not self.replayed:  # nothing fits so far: look further, at what needs less memory
+            left = [candidate for candidate in wave if candidate.bound_s < NEAR * best_s(self.ledger.replayed)]
+            self.ledger.discard(len(wave) - len(left))
+            self.ledger.ask(self.ranking, left, self.ledger.replayed)
+        if not self.ledger.replayed:  # nothing fits so far: look further, at what needs less memory
             chosen = sorted(candidates, key=lambda c: (c.microbatch_size, -len(c.layout.backward), c.key))
             for wave in _waves(chosen):
-                self.ask(self.ranking, wave, self.replayed)
-                if self.replayed:
+                self.ledger.ask(self.ranking, wave, self.ledger.replayed)
+                if self.ledger.replayed:
                     break
-        missed = sum(c.bound_s < self.best_s(self.replayed) for c in candidates[len(chosen) :])
-        if missed and self.replayed:
+        missed = sum(c.bound_s < best_s(self.ledger.replayed) for c in candidates[len(chosen) :])
+        if missed and self.ledger.replayed:
             self.notes.append(
                 f"{missed} candidates that might be faster by their lower bound were not looked at; fix a choice "
                 "(schedule, ranks, stages, microbatch size) to look deeper"
             )
-        self.discard(max(0, len(candidates) - len(chosen)))
+        self.ledger.discard(max(0, len(candidates) - len(chosen)))
 
-    def improve(self, verdicts: list[Verdict], families: Sequence[int] = FAMILIES) -> None:
+    def improve(self, verdicts: list[Verdict], families: Sequence[int]) -> None:
         """Rounds of descent on the best candidates: fewer and fewer of them."""
         current = {verdict.candidate: verdict for verdict in verdicts}
         for round_, count in enumerate(families):
             going = sorted(current.values(), key=lambda verdict: verdict.order)[:count]
             current = {}
             asked = [verdict.candidate for verdict in going]
-            for before, after in zip(asked, self.map(improved, asked, round_), strict=True):
-                self.counts["ranked"] += after.ranked
+            for before, after in zip(asked, self.ledger.map(improved, asked, round_), strict=True):
+                self.ledger.counts["ranked"] += after.ranked
                 if after.candidate != before:
-                    current[after.candidate] = self.replayed[after.candidate] = after
+                    current[after.candidate] = self.ledger.replayed[after.candidate] = after
             if not current:
                 return
 
     def judge(self) -> None:
-        """Simulate the best by replay, until no other can be better; and the built-in presets."""
-        waiting = [v.candidate for v in sorted(self.replayed.values(), key=lambda verdict: verdict.order)]
+        """Simulate the best by replay, until no other can be better; and the built-in presets that could be."""
+        waiting = [verdict.candidate for verdict in best_of(self.ledger.replayed)]
         if self.ranking is simulated:
-            self.simulated.update((c, v) for c, v in self.replayed.items() if v.candidate.cuts != "improved")
-            waiting = [candidate for candidate in waiting if candidate not in self.simulated]
-        else:
-            self.ask(simulated, list(self.presets(waiting[:1])), self.simulated)
+            self.ledger.simulated.update(
+                (c, v) for c, v in self.ledger.replayed.items() if v.candidate.cuts != "improved"
+            )
+            waiting = [candidate for candidate in waiting if candidate not in self.ledger.simulated]
         ops = asked = 0
         for wave in _waves(waiting):
             left = []
             for candidate in wave:
-                if self.replayed[candidate].step_s < self.best_s(self.simulated):  # type: ignore[operator]
+                if self.ledger.replayed[candidate].step_s < best_s(self.ledger.simulated):
                     ops, asked = ops + candidate.num_ops, asked + 1
                     if asked <= self.max_simulations and (ops <= self.effort * SIMULATED_OPS or asked <= MIN_SIMULATED):
                         left.append(candidate)
-            self.ask(simulated, left, self.simulated)
+            self.ledger.ask(simulated, left, self.ledger.simulated)
+        if self.ranking is replayed and waiting:
+            presets = self.space.presets(waiting[0])
+            left = [preset for preset in presets if preset.bound_s < best_s(self.ledger.simulated)]
+            self.ledger.ask(simulated, left, self.ledger.simulated)
         if asked > self.max_simulations:
             self.notes.append(
                 f"stopped after {self.max_simulations} simulations; {asked - self.max_simulations} candidates that "
                 "might be faster were only replayed without contention (max_simulations)"
             )
 
-    def presets(self, like: Iterable[Candidate]) -> Iterator[Candidate]:
-        """What the built-in systems would run with the ranks and microbatches of a candidate."""
-        space = self.space
-        for candidate in like:
-            for name in space.schedules:
-                system = get_schedule(name)
-                forward, backward = (1, 1) if name == "gpipe" else (2, 6) if system.decoupled else (2, 2)
-                if forward not in (space.forward_stages or [forward]) or backward not in (
-                    space.backward_stages or [backward]
-                ):
-                    continue
-                published: dict[str, Any] = dict(system.published)
-                for options in ({}, published):
-                    if Options(**options).simulated_only and not system.simulated_only:
-                        continue
-                    full = bool(options) or space.full_forward
-                    preset = space.candidate(
-                        name, candidate.num_ranks, candidate.microbatch_size, forward, backward, full_forward=full
-                    )
-                    if preset is not None:
-                        yield replace(preset.with_options(**options), cuts="preset")
-
     def vary(self) -> None:
-        """Try single options and other places for the ranks, and improve the cuts again with what was kept."""
+        """Try single options and other places for the ranks, and improve the cuts again with what was kept.
+
+        An option that made the plan slower is not tried again together with others.
+        """
+        simulations = self.ledger.simulated
+        useless: set[str] = set()
         for _ in range(3 if self.effort >= 0.5 else 1):
-            best = self.best_of(self.simulated, 1)[0]
-            found: dict[Candidate, Verdict] = {}
-            self.ask(simulated, list(self.variations(best.candidate)), found)
-            gain_s = 0.999 * self.best_s(self.simulated)
-            kept = {c: v for c, v in found.items() if v.step_s < gain_s or v.rank_bytes < best.rank_bytes}  # type: ignore[operator]
-            self.simulated |= kept
-            if self.best_s(self.simulated) >= gain_s:
+            best = best_of(simulations, 1)[0]
+            varied = {name: c for name, c in self.space.variations(best.candidate) if name not in useless}
+            found: Verdicts = {}
+            self.ledger.ask(simulated, list(varied.values()), found)
+            gain_s = 0.999 * best.step_s
+            simulations |= {c: v for c, v in found.items() if v.step_s < gain_s or v.rank_bytes < best.rank_bytes}
+            useless |= {name for name, c in varied.items() if c in found and found[c].step_s > HOPELESS * best.step_s}
+            if best_s(simulations) >= gain_s:
                 break
-        best = self.best_of(self.simulated, 1)[0]
+        best = best_of(simulations, 1)[0]
         if self.cuts == "improve" and best.candidate.cuts != "all":
-            known = set(self.replayed)
+            known = set(self.ledger.replayed)
             self.improve([best], (1, 1))
-            self.ask(simulated, [candidate for candidate in self.replayed if candidate not in known], self.simulated)
-
-    def variations(self, candidate: Candidate) -> Iterator[Candidate]:
-        for variation in VARIATIONS:
-            (name,) = variation
-            if name in self.job.options or candidate.options.get(name) == variation[name]:
-                continue
-            if name == "optimizer_workers" and not self.job.contention:
-                continue  # what two STEPs at a time share is all that keeps them from being twice as fast
-            if name == "device_layers" and not 0 < variation[name] <= self.most_held(candidate):
-                continue
-            yield candidate.with_options(**variation)
-        if not self.space.cross_mapping:
-            yield from ranks_mapped(candidate, self.job.hardware, self.job.costs(candidate))
-
-    def most_held(self, candidate: Candidate | None = None) -> int:
-        """How many of the lowest layers accelerators may keep with all their state; more would not fit."""
-        options = {**(candidate.options if candidate else {}), **self.job.options}
-        if self.job.hardware.device != "cuda" or options.get("bucket_layers", 1) != 1:
-            return 0
-        hardware, model = self.job.hardware, self.job.model
-        room = min(hardware.accelerator.usable_memory_bytes, self.job.max_rank_bytes) * max(self.space.num_ranks)
-        most = 0
-        while most < min(model.num_total_layers, HELD_LAYERS[-1]) and room > 0:
-            room -= _STATE_BYTES * model.layer_num_parameters(model.layer_kind(most))
-            most += room > 0
-        return most
-
-    # ------------------------------------------------------------------ asking
-
-    def map(self, task: Callable[..., Verdict], candidates: Sequence[Candidate], *rest: Any) -> Iterator[Verdict]:
-        """Verdicts in the order of the candidates."""
-        arguments = [self.job] * len(candidates), candidates, *([value] * len(candidates) for value in rest)
-        ops = sum(candidate.num_ops for candidate in candidates) * (10 if task is improved else 1)
-        if self.executor is not None and len(candidates) > 1 and ops > WORTH_SENDING_OPS:
-            results = self.executor.map(task, *arguments)
-        else:
-            results = map(task, *arguments)
-        for verdict in results:
-            self.done += 1
-            best = min(self.best_s(self.simulated), self.best_s(self.replayed))
-            self.progress(self.done, max(self.done, self.planned), best if best < float("inf") else None)
-            yield verdict
-
-    def ask(
-        self, task: Callable[..., Verdict], candidates: Sequence[Candidate], into: dict[Candidate, Verdict]
-    ) -> None:
-        """Judge candidates and keep the verdicts of those that fit; note why the others do not."""
-        asked = []
-        for candidate in candidates:
-            size, reason = self.too_big.get(candidate.shape, (candidate.microbatch_size + 1, ""))
-            if candidate.microbatch_size >= size:
-                self.reject(candidate, f"as with microbatches of {size}: {reason}")
-            elif candidate not in into:
-                asked.append(candidate)
-        for candidate, verdict in zip(asked, self.map(task, asked), strict=True):
-            if verdict.step_s is not None:
-                into[verdict.candidate] = verdict
-                self.counts["simulated" if task is simulated else "ranked"] += 1
-                continue
-            self.reject(verdict.candidate, verdict.reason)
-            if verdict.short is not None:
-                self.too_big[candidate.shape] = candidate.microbatch_size, verdict.reason
-                self.remember_nearest(verdict.candidate, verdict.short)
-
-    def discard(self, count: int) -> None:
-        self.counts["discarded"] += count
-        self.done += count
-
-    def best_s(self, verdicts: dict[Candidate, Verdict]) -> float:
-        return min((v.step_s for v in verdicts.values() if v.step_s is not None), default=float("inf"))
-
-    def best_of(self, verdicts: dict[Candidate, Verdict], count: int) -> list[Verdict]:
-        return sorted(verdicts.values(), key=lambda verdict: verdict.order)[:count]
-
-    def reject(self, candidate: Candidate, reason: str) -> None:
-        self.rejected.append({**candidate.row(), "reason": reason})
-
-    def remember_nearest(self, candidate: Candidate, report: MemoryReport) -> None:
-        """Nearest: short in the fewest places, then by the least."""
-        ranks = max(total / report.rank_capacity_bytes for total in report.rank_bytes)
-        hosts = max(total / report.host_capacity_bytes for total in report.host_bytes)
-        excess = ((ranks > 1) + (hosts > 1), max(hosts, 1.0), max(ranks, 1.0))
-        if self.nearest is None or excess < self.nearest[0]:
-            self.nearest = excess, candidate, report
+            recut = [candidate for candidate in self.ledger.replayed if candidate not in known]
+            self.ledger.ask(simulated, recut, simulations)
 
     # ------------------------------------------------------------------ results
 
     def result(self) -> SearchResult:
-        verdicts = sorted((self.simulated or self.replayed).values(), key=lambda verdict: verdict.order)
-        for verdict in verdicts:
-            plan = self.job.plan(verdict.candidate)
+        ledger, space, job = self.ledger, self.space, self.space.job
+        for verdict in best_of(ledger.simulated or ledger.replayed):
+            plan = job.plan(verdict.candidate)
             faults = check(plan.program())
             if not faults:
                 break
-            self.reject(verdict.candidate, f"the program is not sound: {faults[0]}")
-            self.simulated.pop(verdict.candidate, None)
+            ledger.reject(verdict.candidate, f"the program is not sound: {faults[0]}")
+            ledger.simulated.pop(verdict.candidate, None)
         else:
-            raise SpipeError(f"no plan for {self.job.model.name} is sound: {self.rejected[-1]['reason']}")
-        simulation = simulate(plan, contention=self.job.contention)
-        bound_s, limit = self.least_step_s()
+            raise SpipeError(f"no plan for {job.model.name} is sound: {ledger.rejected[-1]['reason']}")
+        simulation = simulate(plan, contention=job.contention)
+        bound_s, limit = space.least_step_s()
         metrics = simulation.predicted() | {"lower_bound_s": bound_s}
         simulation = replace(simulation, plan=plan.replace(predicted=metrics))
-        used, offered = verdict.candidate.num_ranks, max(self.space.num_ranks)
+        used, offered = verdict.candidate.num_ranks, max(space.num_ranks)
         if used < offered:
             self.notes.append(f"the plan uses {used} of the {offered} ranks offered")
-        tokens = plan.tokens_per_step
-        table = [
-            {
-                **other.candidate.bounded(self.job.costs(other.candidate), self.job.options).row(),
-                "step_s": other.step_s,
-                "tokens_per_s": tokens / other.step_s,
-                "rank_bytes": other.rank_bytes,
-                "host_bytes": other.host_bytes,
-            }
-            for other in sorted(self.simulated.values(), key=lambda other: other.order)
-            if other.step_s is not None
-        ]
-        interval = self.interval_s(simulation.plan)
-        if interval is not None:
-            alike = sum(row["step_s"] <= interval[1] for row in table) - 1
-            if alike > 0:
-                self.notes.append(
-                    f"{alike} other candidates lie within the plan's interval of {interval[0]:.4g} to "
-                    f"{interval[1]:.4g} s: by what was measured, none of these beats another"
-                )
-        self.progress(max(self.done, self.planned), max(self.done, self.planned), simulation.step_s)
+        table = [self.row(other, plan.tokens_per_step) for other in best_of(ledger.simulated)]
+        interval_s = self.compare(verdict, table)
+        ledger.finish(simulation.step_s)
         return SearchResult(
             simulation.plan,
             simulation,
@@ -555,101 +328,43 @@ class _Search:
             limit,
             table,
             pareto_front(table),
-            self.rejected,
-            interval,
-            self.counts,
+            ledger.rejected,
+            interval_s,
+            ledger.counts,
             (*simulation.notes, *self.notes),
         )
 
-    def interval_s(self, plan: Plan) -> tuple[float, float] | None:
-        hardware = self.job.hardware
-        if not any(entry.spread_s for entry in hardware.measured):
+    def row(self, verdict: Verdict, tokens: int) -> dict[str, Any]:
+        job = self.space.job
+        return {
+            **verdict.candidate.bounded(job.costs(verdict.candidate), job.options).row(),
+            "step_s": verdict.step_s,
+            "tokens_per_s": tokens / verdict.step_s,
+            "rank_bytes": verdict.rank_bytes,
+            "host_bytes": verdict.host_bytes,
+        }
+
+    def compare(self, best: Verdict, table: list[dict[str, Any]]) -> Interval | None:
+        """The interval of the best plan; those of the next ones, and whether it beats them, go into their rows."""
+        if not has_spreads(self.space.job.hardware):
             return None
-        low, high = (
-            simulate(plan, hardware=_shifted(hardware, sign), contention=self.job.contention).step_s for sign in (-1, 1)
-        )
-        return low, high
-
-    def least_step_s(self) -> tuple[float, str]:
-        """What no plan of the space can beat, and what limits it."""
-        space, options = self.space, self.job.options
-        held = options.get("device_layers", self.most_held())
-        together = options.get("optimizer_workers", 2 if self.job.contention else 1) > 1
-        bounds = []
-        for size in space.microbatch_sizes:
-            for num_ranks in space.num_ranks:
-                limits = least_step_s(
-                    self.job.cost_model(size, num_ranks),
-                    num_ranks,
-                    space.global_batch // size,
-                    full_forward=space.full_forward and not set(space.schedules) - {"spipe"},
-                    barrier=bool(options.get("barrier")) and options.get("optimizer") != "stale",
-                    held_layers=held,
-                    steps_together=together,
-                    recompute="never" not in self.choices("recompute"),
-                    stale=options.get("optimizer") == "stale",
-                )
-                limit = max(limits, key=lambda name: limits[name])
-                bounds.append((limits[limit], limit))
-        return min(bounds)
-
-    def choices(self, name: str) -> list[Any]:
-        """What an option is in this search: what was fixed, else what simulated systems set it to."""
-        if name in self.job.options:
-            return [self.job.options[name]]
-        systems = [get_schedule(schedule) for schedule in self.space.schedules]
-        return [system.published.get(name) for system in systems if system.simulated_only]
-
-    def nothing_fits(self, refused: dict[str, int]) -> SpipeError:
-        """What is short, by how much, and the nearest change."""
-        model, hardware, space = self.job.model, self.job.hardware, self.space
-        offered = (
-            f"no plan for {model.name} on {hardware.name} (global batch {space.global_batch}, sequence "
-            f"{space.sequence})"
-        )
-        if self.nearest is None:
-            reasons = list(dict.fromkeys([*refused, *(row["reason"] for row in self.rejected)]))
-            return SpipeError(f"{offered}: {'; '.join(reasons[:3]) or 'nothing to search'}")
-        _, candidate, report = self.nearest
-        shortages = []
-        changes = []
-        for place, totals, capacity, what in (
-            ("rank", report.rank_bytes, report.rank_capacity_bytes, "accelerators"),
-            ("host", report.host_bytes, report.host_capacity_bytes, "hosts"),
-        ):
-            most = max(totals)
-            if most > capacity:
-                number = totals.index(most)
-                shortages.append(f"{place} {number} is short of {(most - capacity) / 2**30:.2f} GiB")
-                changes.append(f"{what} with at least {most / 2**30:.2f} GiB usable")
-        advice = "more hosts" if any("hosts" in change for change in changes) else "a shorter sequence"
-        return SpipeError(
-            f"{offered}: nothing fits. Nearest is {candidate.schedule} on {candidate.num_ranks} ranks with "
-            f"F={candidate.forward_stages}, B={candidate.backward_stages} and microbatches of "
-            f"{candidate.microbatch_size}: {'; '.join(report.problems)}; {', '.join(shortages)}. Use "
-            f"{' and '.join(changes)}, or {advice} or a smaller model"
-        )
-
-
-def _shifted(hardware: HardwareSpec, sign: int) -> HardwareSpec:
-    """Every measured layer faster or slower by its spread."""
-    entries = (entry.replace(seconds=max(0.0, entry.seconds + sign * entry.spread_s)) for entry in hardware.measured)
-    return hardware.replace(measured=tuple(entries))
-
-
-def pareto_front(
-    rows: Sequence[dict[str, Any]], keys: Sequence[str] = ("step_s", "rank_bytes", "host_bytes")
-) -> list[dict[str, Any]]:
-    """The rows that no other row beats: none is as good in all of ``keys`` (less is better) and better in one."""
-
-    def beaten(row: dict[str, Any]) -> bool:
-        return any(
-            all(other[key] <= row[key] for key in keys) and any(other[key] < row[key] for key in keys) for other in rows
-        )
-
-    return [row for row in rows if not beaten(row)]
+        shown = best_of(self.ledger.simulated, WITH_INTERVAL)
+        intervals: list[Interval] = list(self.ledger.map(interval, [v.candidate for v in (best, *shown)]))
+        own, *others = intervals
+        for row, other in zip(table, others, strict=False):
+            row |= {"interval_s": other, "slower": beats(own, other)}
+        alike = sum(not beats(own, other) for other in others[1:])
+        if alike:
+            self.notes.append(
+                f"{alike} of the {len(others) - 1} next best candidates have intervals that meet the plan's, "
+                f"{own[0]:.4g} to {own[1]:.4g} s: by what was measured, it beats none of these"
+            )
+        return own
 
 
 def _waves(candidates: Sequence[Candidate]) -> Iterator[Sequence[Candidate]]:
     for begin in range(0, len(candidates), WAVE):
         yield candidates[begin : begin + WAVE]
+
+
+__all__ = ["CUTS", "Progress", "SearchResult", "search"]

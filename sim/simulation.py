@@ -16,6 +16,8 @@ from spipe.sim.engine import Timeline, play
 from spipe.sim.pricing import OpCosts, op_costs
 from spipe.trace import Trace
 
+SETTLING_STEPS = 4  # with stale weights: STEPs may be two steps behind before anything waits for them
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -40,8 +42,14 @@ class Simulation:
 
     @cached_property
     def step_s(self) -> float:
-        """A step in steady state: distance of its VALIDATE from that of the step before."""
+        """A step in steady state: distance of its VALIDATE from that of the step before.
+
+        With stale weights every other step waits for the same STEPs, so that steps may take turns in being long and
+        short: the mean of two.
+        """
         ends, last = self._ends(self.timeline, Kind.VALIDATE), self.last_step
+        if self.program.options.optimizer == "stale" and last > 1:
+            return (ends[last] - ends[last - 2]) / 2
         return ends[last] - ends[last - 1] if last else self.makespan_s
 
     @property
@@ -146,7 +154,8 @@ def simulate(
     Args:
         plan: what to simulate.
         hardware: instead of the plan's own.
-        num_steps: steps in a row; steps overlap, so that the last one counts. With stale weights one more is played.
+        num_steps: steps in a row; steps overlap, so that the last one counts. With stale weights, where it takes some
+            steps until all of them are alike, ``SETTLING_STEPS`` more are played.
         contention: whether ops share links, memory bandwidth and cores.
 
     Raises:
@@ -163,6 +172,6 @@ def simulate(
     program = plan.program()
     model = CostModel.of(plan, hardware)
     costs = op_costs(model, program)
-    num_steps += plan.options.optimizer == "stale"
+    num_steps += SETTLING_STEPS if plan.options.optimizer == "stale" else 0
     timeline = play(program, costs, num_steps, contention=contention)
     return Simulation(plan, hardware, program, timeline, costs, contention, model.notes)

@@ -7,7 +7,8 @@ from typing import Any
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
 from spipe.model import ModelSpec
-from spipe.sim.search import SearchResult, search
+from spipe.sim.search import search
+from spipe.sim.search_result import Interval, SearchResult, beats
 from spipe.topology import Link, parse_node
 
 HOURS_PER_MONTH = 730.0
@@ -100,10 +101,11 @@ def what_if(
 
     Returns:
         Rows with ``model``, ``offer``, ``upgrade`` (empty for the offer as it is), ``feasible``, ``reason`` (why not),
-        ``step_s``, ``tokens_per_s``, ``gap`` (to the lower bound), ``limit``, ``plan``, ``memory`` (bytes of the
-        fullest accelerator and host), ``gain`` over the offer as it is, ``upgrade_dollars``,
-        ``purchase_dollars``, ``rent_dollars_per_billion_tokens``, ``own_dollars_per_billion_tokens`` (electricity
-        alone), ``break_even_month`` (when buying has cost less than renting). What is not known is None.
+        ``step_s``, ``tokens_per_s``, ``gap`` (to the lower bound), ``interval_s`` (as in ``SearchResult``), ``limit``,
+        ``plan``, ``rank_bytes`` and ``host_bytes`` (of the fullest accelerator and host), ``gain`` over the offer as it
+        is, ``upgrade_dollars``, ``purchase_dollars``, ``rent_dollars_per_billion_tokens``,
+        ``own_dollars_per_billion_tokens`` (electricity alone), ``break_even_month`` (when buying has cost less than
+        renting). What is not known is None.
     """
     rows = []
     for model in models:
@@ -137,7 +139,14 @@ def most_helpful(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], str]:
         else:
             best = max(mine, key=lambda row: row["gain"])
             result[key] = f"{best['upgrade']}: {100 * best['gain']:+.1f} %" if best["gain"] >= 0.005 else "none"
+            if best["gain"] >= 0.005 and not _certain(best["interval_s"], base["interval_s"]):
+                result[key] += ", not for certain: the intervals of the step times meet"
     return result
+
+
+def _certain(better: Interval | None, worse: Interval | None) -> bool:
+    """Whether a gain is more than what was measured leaves open; without spreads nothing says that it is not."""
+    return better is None or worse is None or beats(better, worse)
 
 
 def _row(
@@ -145,15 +154,16 @@ def _row(
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"model": model.name, "offer": label, "upgrade": upgrade, "hosts": hardware.num_hosts}
     row |= {"accelerators": hardware.num_ranks, "feasible": False, "reason": "", "step_s": None, "tokens_per_s": None}
-    row |= dict.fromkeys(("gap", "limit", "plan", "rank_bytes", "host_bytes", "gain", "upgrade_dollars"))
+    row |= dict.fromkeys(("gap", "interval_s", "limit", "plan", "rank_bytes", "host_bytes", "gain", "upgrade_dollars"))
     row |= _prices(hardware, upgrade)
     row |= dict.fromkeys(("rent_dollars_per_billion_tokens", "own_dollars_per_billion_tokens"))
     try:
-        found = search(model, hardware, **arguments)
+        found = search(model, hardware, **{"advise": not upgrade, **arguments})
     except SpipeError as error:
         return row | {"reason": str(error)}
     speed = found.simulation.tokens_per_s
     row |= {"feasible": True, "step_s": found.simulation.step_s, "tokens_per_s": speed, "gap": found.gap}
+    row["interval_s"] = found.interval_s
     row |= {"limit": found.limit, "plan": _words(found)}
     memory = found.simulation.memory
     row |= {"rank_bytes": max(memory.rank_bytes), "host_bytes": max(memory.host_bytes)}

@@ -7,6 +7,7 @@ stage: what lies above is dead work, because the top backward stage recomputes i
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from spipe.errors import SpipeError
@@ -108,6 +109,13 @@ class Layout:
 
     def stage_input(self, k: int) -> "StageInput":
         """Where backward stage ``k`` gets its input from: nothing travels if its own rank computes or receives it."""
+        return self._stage_inputs[k]
+
+    @cached_property
+    def _stage_inputs(self) -> tuple["StageInput", ...]:
+        return tuple(self._stage_input(k) for k in range(len(self.backward)))
+
+    def _stage_input(self, k: int) -> "StageInput":
         stage = self.backward[k]
         if stage.first == 0:
             return StageInput("tokens", -1, stage.rank)

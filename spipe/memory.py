@@ -111,6 +111,9 @@ class _Account:
 
         self.plan, self.model = plan, plan.model
         self.program: Program = plan.program()
+        self.ops: list[list[int]] = [[] for _ in range(plan.layout.num_ranks)]
+        for i, rank in enumerate(self.program.rank):
+            self.ops[rank].append(i)
         self.element_bytes = ELEMENT_BYTES[plan.precision]
         self.gradient_bytes = ELEMENT_BYTES[plan.gradient_dtype]
         kinds = [self.model.layer_kind(i) for i in range(self.model.num_total_layers)]
@@ -150,9 +153,7 @@ class _Account:
         gradient_slots: dict[int, int] = defaultdict(int)
         rings: dict[tuple[int, int], int] = {}
         sends: dict[tuple[int, int], int] = defaultdict(int)
-        for i in range(len(program)):
-            if program.rank[i] != rank:
-                continue
+        for i in self.ops[rank]:
             kind, layers = program.kind[i], program.layers(program.stage[i])
             if kind == Kind.FREE:
                 weight_slots[program.slot[i]] = max(weight_slots[program.slot[i]], self.total(self.weights, layers))
@@ -231,8 +232,9 @@ class _Account:
         alive: dict[tuple[int, int, int], set[tuple[str, int]]] = {}  # (stage number, output, microbatch) -> readers
         readers_of: dict[tuple[str, int, int], list[tuple[int, int, int]]] = defaultdict(list)
         most = 0
-        for i, kind in enumerate(program.kind):
-            if program.rank[i] != rank or kind not in (Kind.FORWARD, Kind.BACKWARD):
+        for i in self.ops[rank]:
+            kind = program.kind[i]
+            if kind not in (Kind.FORWARD, Kind.BACKWARD):
                 continue
             stage_number, m = program.stage[i], program.index[i]
             layers, k = program.layers(stage_number), stage_number - first
@@ -267,19 +269,18 @@ class _Account:
             return max(saved, default=0) * places
         last = Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in program.kind else Kind.BACKWARD
         held = most = 0
-        for i, kind in enumerate(program.kind):
-            if program.rank[i] == rank:
-                if kind == Kind.FORWARD:
-                    held += self.total(self.saved, program.layers(program.stage[i]))
-                    most = max(most, held)
-                elif kind == last and program.stage[i] - num_forward < num_forward:
-                    held -= self.total(self.saved, program.layers(program.stage[i]))
+        for i in self.ops[rank]:
+            if program.kind[i] == Kind.FORWARD:
+                held += self.total(self.saved, program.layers(program.stage[i]))
+                most = max(most, held)
+            elif program.kind[i] == last and program.stage[i] - num_forward < num_forward:
+                held -= self.total(self.saved, program.layers(program.stage[i]))
         return most
 
     def load_slots(self, rank: int) -> int:
         """Places for what is loaded back from host memory."""
         program = self.program
-        loads = (i for i, kind in enumerate(program.kind) if kind == Kind.LOAD_STAGE_INPUT and program.rank[i] == rank)
+        loads = (i for i in self.ops[rank] if program.kind[i] == Kind.LOAD_STAGE_INPUT)
         return max((program.slot[i] + 1 for i in loads), default=0)
 
     def arena(self, rank: int) -> int:

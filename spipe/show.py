@@ -162,25 +162,40 @@ def _range(stage: Stage) -> str:
 
 
 def candidates(to: Console, rows: Sequence[Mapping[str, Any]], shown: int = 8) -> None:
-    """The fastest plans that a search simulated."""
+    """The fastest plans that a search simulated, with their intervals where there are some."""
+    columns = ("schedule", "options", "ranks", "F", "B", "microbatches", "step", "tokens / s")
+    certain = bool(rows) and "interval_s" in rows[0]
     made = table(
         f"The fastest of {len(rows)} plans simulated",
-        ("schedule", "options", "ranks", "F", "B", "microbatches", "step", "tokens / s"),
+        (*columns, "by the spreads", "first beats it") if certain else columns,
         [
             (
                 row["schedule"],
-                ", ".join(f"{key}={value}" for key, value in row["options"].items()),
+                ", ".join(f"{key}={value}" for key, value in _chosen(row).items()),
                 *(str(row[key]) for key in ("num_ranks", "forward_stages", "backward_stages")),
                 f"{row['num_microbatches']} x {row['microbatch_size']}",
                 seconds(row["step_s"]),
                 count(row["tokens_per_s"]),
+                *(_certainty(row, number == 0) if certain else ()),
             )
-            for row in rows[:shown]
+            for number, row in enumerate(rows[:shown])
         ],
         left=2,
     )
     to.print(made)
     to.print("F, B: forward and backward stages per rank; microbatches: number x sequences each")
+
+
+def _chosen(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plan differs in from the defaults."""
+    return {**row["options"], **({"compute_threads": row["compute_threads"]} if row["compute_threads"] > 1 else {})}
+
+
+def _certainty(row: Mapping[str, Any], first: bool) -> tuple[str, str]:
+    if "interval_s" not in row:
+        return "-", "-"
+    low, high = row["interval_s"]
+    return f"{seconds(low)} to {seconds(high)}", "" if first else "yes" if row["slower"] else "not for certain"
 
 
 # Time

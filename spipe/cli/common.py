@@ -65,11 +65,16 @@ def positive(text: object) -> float:
 
 @contextmanager
 def processes(workers: int, mpi: bool = False) -> Iterator["Executor | None"]:
-    """Processes to search in: ``workers`` (0: one per core), or those of ``mpi4py.futures``; None for this one."""
-    if mpi:
+    """Processes to search in: ``workers`` (0: one per core), or those of ``mpi4py.futures``; None for this one.
+
+    Started by ``python -m mpi4py.futures``, a command works in MPI's processes without being told so.
+    """
+    if mpi or "mpi4py.futures" in sys.modules:
         from mpi4py.futures import MPIPoolExecutor
 
         with MPIPoolExecutor() as ranks:
+            ranks.bootup()
+            progress(f"working in {ranks.num_workers} MPI processes beside this one")
             yield ranks
         return
     count = workers or len(os.sched_getaffinity(0))

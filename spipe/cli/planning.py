@@ -52,6 +52,10 @@ def search(
     microbatch_size: Annotated[
         int | None, typer.Option(parser=Count, metavar="N", help="Sequences per microbatch.")
     ] = None,
+    compute_threads: Annotated[
+        list[int] | None,
+        typer.Option(parser=Count, metavar="N", help="Device cpu: threads of a rank's compute; repeat to choose."),
+    ] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default by hardware.")] = None,
     option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Fix an option of the plan; may be repeated.")
@@ -95,7 +99,10 @@ def search(
         int, typer.Option(parser=whole_number(0), metavar="N", help="Processes; 0 for all cores. Same plan for any.")
     ] = 0,
     mpi: Annotated[
-        bool, typer.Option("--mpi", help="Work in MPI processes: mpirun -n K python -m mpi4py.futures -m spipe search.")
+        bool,
+        typer.Option(
+            "--mpi", help="Work in MPI processes; `python -m mpi4py.futures -m spipe` does, too."
+        ),
     ] = False,
     json_file: JsonFile = None,
     force: Force = False,
@@ -110,6 +117,7 @@ def search(
       spipe search --model 10b --hardware v100x4 --global-batch 16 --sequence 1024 --schedule spipe --schedule mobius
       spipe search --model llama3-8b --hardware rtx4090x8 --global-batch 64 --sequence 4096 \\
           --microbatch-size 1 --option stage_input_route=host --json -
+      mpirun -n 9 python -m mpi4py.futures -m spipe search ...    one process decides, eight work; same plan
       spipe search --model llama2-7b --hardware rtx4090-cluster --global-batch 64 --sequence 2048 --objective dollars
     """
     from spipe.hardware import load_hardware
@@ -144,6 +152,7 @@ def search(
             forward_stages=forward_stages,
             backward_stages=backward_stages,
             microbatch_size=microbatch_size,
+            compute_threads=compute_threads or 1,
             precision=precision,
             cuts=cuts,
             contention=contention,

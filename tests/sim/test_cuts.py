@@ -112,8 +112,25 @@ def test_retiming_prices_other_cuts_as_lowering_them_does(case: tuple[Plan, Free
 def test_descent_never_makes_worse_and_is_repeatable(case: tuple[Plan, Freedom], seed: int) -> None:
     plan, freedom = case
     timed, own = retiming(plan), Cuts.of(plan.layout.layout())
-    cuts, score, judged = descend(timed, freedom, own, budget=200, seed=seed)
-    assert score <= timed.scores([own])[0]
-    assert timed.scores([cuts])[0] == pytest.approx(score, rel=1e-12)
+    best, judged = descend(timed, freedom, own, budget=200, seed=seed, finalists=4)
+    scores = timed.scores(best)
+    assert scores[0] <= timed.scores([own])[0]
+    assert sorted(scores) == pytest.approx(list(scores), rel=1e-8)
+    assert len(set(best)) == len(best) <= 4
     assert judged <= 200
-    assert descend(retiming(plan), freedom, own, budget=200, seed=seed) == (cuts, score, judged)
+    assert descend(retiming(plan), freedom, own, budget=200, seed=seed, finalists=4) == (best, judged)
+
+
+def test_no_move_of_one_or_two_layers_helps_after_descent() -> None:
+    plan = make_plan(
+        MODEL, load_hardware("v100x4"), num_ranks=2, forward_stages=1, backward_stages=2, global_batch=4,
+        microbatch_size=1, sequence=128, precision="fp16",
+    )  # fmt: skip
+    freedom, timed = Freedom(False, False), retiming(plan)
+    own = Cuts.of(plan.layout.layout())
+    (best,), _ = descend(timed, freedom, own, budget=5000)
+    near = timed.scores(list(freedom.neighbours(best)))
+    assert timed.scores([best])[0] <= min(near) * (1 + 1e-9)
+    pairs = {far for cuts in freedom.neighbours(best) for far in freedom.neighbours(cuts)}
+    assert len(pairs) <= 256
+    assert timed.scores([best])[0] <= min(timed.scores(list(pairs))) * (1 + 1e-9)

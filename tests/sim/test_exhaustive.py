@@ -95,13 +95,13 @@ def test_finds_the_optimum_of_every_small_instance(instance: dict[str, Any]) -> 
     assert found(instance) == pytest.approx(brute_force(instance), rel=1e-12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(instances())
 def test_improved_cuts_are_not_far_from_the_optimum(instance: dict[str, Any]) -> None:
-    """What large instances get: descent driven by replay, which moves one layer at a time and may miss the best."""
+    """What large instances get: descent driven by replay, which may miss the best."""
     instance |= {"hardware": load_hardware("v100-ideal-host"), "contention": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_module("spipe.sim.search"), "MAX_CUTS", 0)
         step_s = found(instance)
     best = brute_force(instance)
-    assert best * (1 - 1e-12) <= step_s <= best * 1.3
+    assert best * (1 - 1e-12) <= step_s <= best * 1.05

@@ -89,3 +89,17 @@ def test_the_figure_has_a_bar_for_every_offer(rows: list[dict[str, Any]]) -> Non
     assert [label.get_text() for label in speed.get_yticklabels()] == ["host", "small host"]
     assert {text.get_text().split()[0] for text in speed.texts} >= {"does"}
     assert len(cost.patches) == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "certain"),
+    [((9.0, 11.0), (7.0, 8.0), True), ((9.0, 11.0), (7.0, 9.5), False), (None, None, True)],
+)
+def test_a_gain_within_the_intervals_is_not_certain(
+    rows: list[dict[str, Any]], before: Any, after: Any, certain: bool
+) -> None:
+    base = {**rows[0], "interval_s": before}
+    better = {**rows[1], "upgrade": "cpu", "feasible": True, "gain": 0.2, "interval_s": after}
+    words = most_helpful([base, better])["tiny", "host"]
+    assert words.startswith("cpu: +20.0 %")
+    assert ("not for certain" in words) != certain

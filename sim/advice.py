@@ -1,0 +1,233 @@
+"""Advice where no plan fits: what is short, by how much, and which single changes make a plan possible.
+
+Every change that is named was tried: with it there is a plan whose memory fits.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from spipe.errors import SpipeError
+from spipe.memory import MemoryReport
+from spipe.schedules import SCHEDULES
+from spipe.sim.candidates import Candidate
+from spipe.sim.judge import fitting
+from spipe.sim.ledger import Ledger
+from spipe.sim.space import STAGES_PER_RANK, Space, make_space
+
+TRIES = 6  # candidates looked at for a change, those that need least memory first
+MOST_HOSTS = 64
+_HUNDREDTH = 2**30 / 100  # of a GiB
+
+Nearest = tuple[Candidate, MemoryReport]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change that makes a plan possible.
+
+    Attributes:
+        words: for people.
+        changes: arguments of ``search`` that differ.
+    """
+
+    words: str
+    changes: dict[str, Any]
+
+
+class NoPlanError(SpipeError):
+    """Nothing fits.
+
+    Attributes:
+        advice: single changes, each of which makes a plan possible.
+    """
+
+    def __init__(self, message: str, advice: list[Advice]) -> None:
+        super().__init__(message)
+        self.advice = advice
+
+
+def no_plan(
+    arguments: dict[str, Any], space: Space, ledger: Ledger, refused: dict[str, int], advise: bool
+) -> NoPlanError:
+    """The error of a search that found nothing: what was wanted, what is short, what to change.
+
+    Args:
+        arguments: of ``spipe.sim.space.make_space``.
+        refused: what could not be laid out, counted by reason.
+        advise: whether to look for changes.
+    """
+    job = space.job
+    wanted = f"no plan for {job.model.name} on {job.hardware.name} (global batch {space.global_batch}, sequence "
+    wanted += f"{job.sequence})"
+    if ledger.nearest is None:
+        reasons = list(dict.fromkeys([*refused, *(row["reason"] for row in ledger.rejected)]))
+        problem = "; ".join(reasons[:3]) or "nothing to search"
+    else:
+        candidate, report = ledger.nearest
+        problem = (
+            f"nothing fits. Nearest is {candidate.schedule} on {candidate.num_ranks} ranks with "
+            f"F={candidate.forward_stages}, B={candidate.backward_stages} and microbatches of "
+            f"{candidate.microbatch_size}: {'; '.join(report.problems[:2])}; {', '.join(_shortages(report))}"
+        )
+    head = f"{wanted}: {problem}"
+    if not advise:
+        return NoPlanError(head, [])
+    advice = list(_advice(arguments, space, ledger.nearest))
+    if not advice:
+        return NoPlanError(f"{head}. No single change that was tried makes it fit; use a smaller model", advice)
+    return NoPlanError(f"{head}. Any one of these makes it fit: {'; '.join(each.words for each in advice)}", advice)
+
+
+def _shortages(report: MemoryReport) -> list[str]:
+    found = []
+    for place, totals, capacity in (
+        ("rank", report.rank_bytes, report.rank_capacity_bytes),
+        ("host", report.host_bytes, report.host_capacity_bytes),
+    ):
+        most = max(totals)
+        if most > capacity:
+            found.append(f"{place} {totals.index(most)} is short of {(most - capacity) / 2**30:.2f} GiB")
+    return found
+
+
+def _advice(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
+    """Of every kind of change the smallest that is enough."""
+    kinds = [_smaller_microbatches, _finer_stages, _more_ranks, _fewer_options, _other_schedules]
+    if nearest is not None:
+        kinds += [_more_memory, _more_hosts, _shorter_sequences, _fewer_layers]
+    for kind in kinds:
+        for advice in kind(arguments, space, nearest):
+            if _makes_it_fit(arguments, advice.changes, nearest):
+                yield advice
+                if kind is not _fewer_options:
+                    break
+
+
+def _makes_it_fit(arguments: dict[str, Any], changes: dict[str, Any], nearest: Nearest | None) -> bool:
+    try:
+        space = make_space(**{**arguments, **changes})
+        candidates = space.candidates({})
+    except SpipeError:
+        return False
+    leanest = sorted(candidates, key=lambda c: (c.microbatch_size, -c.num_ranks, -len(c.layout.backward), c.key))
+    tried = leanest[:TRIES]
+    if nearest is not None and {"hardware", "max_rank_bytes", "max_host_bytes"} & changes.keys():
+        tried.insert(0, nearest[0])
+    for candidate in tried:
+        try:
+            if fitting(space.job, candidate)[1].fits:
+                return True
+        except SpipeError:
+            continue
+    return False
+
+
+# Kinds of changes, the smallest first
+
+
+def _smaller_microbatches(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
+    for size in range(min(space.microbatch_sizes) - 1, 0, -1):
+        if space.global_batch % size == 0:
+            yield Advice(f"microbatches of {size}", {"microbatch_size": size})
+
+
+def _finer_stages(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
+    """Fewer layers a stage; where the given stages cannot be laid out at all, other ones."""
+    if space.forward_stages is None and space.backward_stages is None:
+        return
+    given = max([*(space.forward_stages or ()), *(space.backward_stages or ())])
+    numbers = [n for n in STAGES_PER_RANK if n > given] if nearest else [n for n in STAGES_PER_RANK[::-1] if n < given]
+    for number in numbers:
+        changes = {"forward_stages": None, "backward_stages": number}
+        yield Advice(f"{number} backward stages a rank and any number of forward stages", changes)
+
+
+def _more_ranks(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
+    ranks, offered = max(space.num_ranks), space.job.hardware.num_ranks
+    while ranks < offered:
+        ranks = min(2 * ranks, offered)
+        yield Advice(f"{ranks} ranks, which {space.job.hardware.name} has", {"num_ranks": ranks})
+
+
+def _fewer_options(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
+    options = space.job.options
+    for name, value in options.items():
+        others = {other: options[other] for other in options if other != name}
+        yield Advice(f"leaving option {name} = {value} out", {"options": others})
+
+
+def _other_schedules(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
+    for name, system in SCHEDULES.items():
+        if name not in space.schedules and not system.simulated_only:
+            yield Advice(f"schedule {name}", {"schedules": [name]})
+
+
+def _more_memory(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
+    """What the nearest plan needs, of accelerators, of hosts, or of both; as a higher limit if there is as much."""
+    assert nearest is not None
+    report, hardware = nearest[1], space.job.hardware
+    changes: dict[str, Any] = {}
+    words = []
+    rank, host = _rounded_up(max(report.rank_bytes)), _rounded_up(max(report.host_bytes))
+    if rank > report.rank_capacity_bytes:
+        if rank <= hardware.accelerator.usable_memory_bytes:
+            changes["max_rank_bytes"] = rank
+            words.append(f"a limit of {_gib(rank)} GiB of accelerator memory")
+        else:
+            accelerator = hardware.accelerator
+            memory_bytes = rank / accelerator.usable_fraction * (1 + 1e-12)
+            hardware = hardware.replace(accelerator=accelerator.replace(memory_bytes=memory_bytes))
+            words.append(f"accelerators with {_gib(rank)} GiB usable")
+    if host > report.host_capacity_bytes:
+        cpu = hardware.cpu
+        if host <= cpu.usable_memory_bytes:
+            changes["max_host_bytes"] = host
+            words.append(f"a limit of {_gib(host)} GiB of host memory")
+        else:
+            memory_bytes = cpu.memory_bytes + host - cpu.usable_memory_bytes
+            hardware = hardware.replace(cpu=cpu.replace(memory_bytes=memory_bytes, usable_memory_bytes=host))
+            words.append(f"hosts with {_gib(host)} GiB of usable memory")
+    if hardware is not space.job.hardware:
+        changes["hardware"] = hardware
+    for name, capacity in (("max_rank_bytes", rank), ("max_host_bytes", host)):
+        if "hardware" in changes and name not in changes and arguments.get(name) is not None:
+            changes[name] = max(arguments[name], capacity)
+    yield Advice(" and ".join(words), changes)
+
+
+def _more_hosts(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
+    hardware = space.job.hardware
+    hosts = hardware.num_hosts
+    while hosts < MOST_HOSTS:
+        hosts = min(2 * hosts, MOST_HOSTS)
+        try:
+            more = hardware.resized(num_hosts=hosts)
+        except SpipeError:
+            return  # hosts that no network connects
+        yield Advice(f"{hosts} hosts", {"hardware": more, "num_ranks": None})
+
+
+def _shorter_sequences(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
+    sequence = space.job.sequence
+    while sequence > 1:
+        sequence //= 2
+        yield Advice(f"sequences of {sequence} tokens", {"sequence": sequence})
+
+
+def _fewer_layers(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
+    model = space.job.model
+    for eighths in range(7, 0, -1):
+        layers = model.num_layers * eighths // 8
+        if layers:
+            smaller = model.replace(num_layers=layers, name=f"{model.name}-{layers}-layers")
+            yield Advice(f"a model of {layers} instead of {model.num_layers} blocks", {"model": smaller})
+
+
+def _rounded_up(num_bytes: float) -> float:
+    return math.ceil(num_bytes / _HUNDREDTH) * _HUNDREDTH
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f}"

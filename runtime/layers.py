@@ -75,12 +75,17 @@ def embedding(p: Parameters, tokens: Tensor) -> Tensor:
     return F.embedding(tokens, p["weight"])
 
 
-def block(p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable) -> Tensor:
-    """One transformer block: activations (b, s, h) -> (b, s, h)."""
-    x = x + attention(p, _norm(x, p["input_layernorm.weight"], model), model, rotary)
+def block(p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable, dropout: float = 0.0) -> Tensor:
+    """One transformer block: activations (b, s, h) -> (b, s, h).
+
+    ``dropout``: probability with which an element of what attention and feed-forward add is left out.
+    """
+    mixed = attention(p, _norm(x, p["input_layernorm.weight"], model), model, rotary)
+    x = x + (F.dropout(mixed, dropout) if dropout else mixed)
     y = _norm(x, p["post_attention_layernorm.weight"], model)
     gate = F.silu(F.linear(y, p["mlp.gate_proj.weight"]))
-    return x + F.linear(gate * F.linear(y, p["mlp.up_proj.weight"]), p["mlp.down_proj.weight"])
+    y = F.linear(gate * F.linear(y, p["mlp.up_proj.weight"]), p["mlp.down_proj.weight"])
+    return x + (F.dropout(y, dropout) if dropout else y)
 
 
 def attention(p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable) -> Tensor:
@@ -108,15 +113,16 @@ def _norm(x: Tensor, weight: Tensor, model: ModelSpec) -> Tensor:
     return F.rms_norm(x, (model.hidden_size,), weight, model.norm_epsilon)
 
 
-def head(p: Parameters, x: Tensor, labels: Tensor, model: ModelSpec) -> Tensor:
+def head(p: Parameters, x: Tensor, labels: Tensor, model: ModelSpec, z_loss: float = 0.0) -> Tensor:
     """Final norm, LM head and cross entropy: activations (b, s, h), labels (b, s) -> mean loss over tokens, fp32.
 
-    Where all logits together would be too many (``ModelSpec.loss_chunk_tokens``), they exist only a part at a time.
+    ``z_loss`` times the squared log-sum-exp of the logits is added to every token's loss (PaLM, arXiv 2204.02311). Where
+    all logits together would be too many (``ModelSpec.loss_chunk_tokens``), they exist only a part at a time.
     """
     x = _norm(x, p["norm.weight"], model)
     chunk = model.loss_chunk_tokens(labels.numel())
-    if chunk < labels.numel():
-        loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), p["lm_head.weight"], labels.flatten(), chunk)  # type: ignore[no-untyped-call]
+    if chunk < labels.numel() or z_loss:
+        loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), p["lm_head.weight"], labels.flatten(), chunk, z_loss)  # type: ignore[no-untyped-call]
         return loss
     logits = F.linear(x, p["lm_head.weight"])
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
@@ -128,13 +134,14 @@ def logits(p: Parameters, x: Tensor, model: ModelSpec) -> Tensor:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Mean cross entropy of x (T, h) times weight (V, h) transposed against labels (T,), ``chunk`` tokens at a time.
+    """Mean cross entropy of x (T, h) times weight (V, h) transposed against labels (T,), ``chunk`` tokens at a time,
+    plus ``z_loss`` times the mean square of the logits' log-sum-exp.
 
     Backward computes the logits again, so that (chunk, V) of them is all that ever exists.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, z_loss: float) -> Tensor:
         log_sums = torch.empty(len(x), dtype=torch.float32, device=x.device)
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         for rows in _chunks(len(x), chunk):
@@ -143,21 +150,24 @@ class ChunkedLoss(torch.autograd.Function):
             total += (log_sums[rows] - logits.gather(1, labels[rows, None])[:, 0]).sum()
             del logits  # before the next ones are there
         ctx.save_for_backward(x, weight, labels, log_sums)
-        ctx.chunk = chunk
-        return total / len(x)
+        ctx.chunk, ctx.z_loss = chunk, z_loss
+        loss = total / len(x)
+        return loss + z_loss * log_sums.square().mean() if z_loss else loss
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x, weight, labels, log_sums = ctx.saved_tensors
         dx, dweight = torch.empty_like(x), torch.zeros_like(weight)
         for rows in _chunks(len(x), ctx.chunk):
             p = F.linear(x[rows], weight).float().sub_(log_sums[rows, None]).exp_()
+            if ctx.z_loss:
+                p.mul_(1 + 2 * ctx.z_loss * log_sums[rows, None])
             p.scatter_add_(1, labels[rows, None], p.new_full((len(p), 1), -1.0))
             d = p.mul_(gradient / len(x)).to(weight.dtype)
             dx[rows] = d @ weight
             dweight.addmm_(d.T, x[rows])
             del p, d
-        return dx, dweight, None, None
+        return dx, dweight, None, None, None
 
 
 def _chunks(count: int, chunk: int) -> list[slice]:

@@ -14,13 +14,13 @@ import torch
 from spipe import _native
 from spipe.errors import SpipeError
 from spipe.memory import memory
-from spipe.runtime.checkpoint import load_model, load_state
-from spipe.runtime.data import Feed
+from spipe.runtime.checkpoint import load_model, load_state, load_weights
 from spipe.runtime.devices import make_device, ranks_per_device, start_autograd
 from spipe.runtime.evaluation import Evaluation
 from spipe.runtime.executor import Executor, Watchdog
 from spipe.runtime.failure import AbortedRunError, RunFailedError
 from spipe.runtime.handlers import Handlers
+from spipe.runtime.huggingface import check_exportable
 from spipe.runtime.job import Job
 from spipe.runtime.region import Region
 from spipe.runtime.rendezvous import KeyValueStore
@@ -105,8 +105,10 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
     store.region.populate(store.layout.data_span.offset + rank * share, share, threads)
     if job.resume:
         load_state(job.resume, plan.model, masters, store)
+    elif job.modules:
+        load_weights(job.initial_file, masters, store)
     elif job.model_folder:
-        load_model(job.model_folder, plan.model, masters, store)
+        load_model(job.model_folder, check_exportable(plan.model), masters, store)
     else:
         masters.initialize(plan, store, threads)
     pids = _exchange_pids(rank, num_ranks, rendezvous)
@@ -117,11 +119,11 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
     if problem:
         report({"message": f"rank {rank}: {problem}"})
     transport = make_transport(name, program, rank, store, device, rendezvous, job.timeout_s)
-    corpus, validation = job.corpora()
-    feed = Feed(plan, corpus, job.start.sequences)
-    handlers = Handlers(plan, program, rank, store, device, transport, settlement, feed, job.hooks)
+    feed, validation = job.feeds()
+    network = job.network(device.device)
+    handlers = Handlers(plan, program, rank, store, device, transport, settlement, feed, network, job.hooks)
     if validation is not None and job.evaluate_every:
-        evaluation = Evaluation(plan, rank, store, device.device, validation, handlers.rotary)
+        evaluation = Evaluation(plan, rank, store, device.device, validation, network)
         if kind == "cuda":
             session.finish_copies = lambda: torch.cuda.synchronize(device.device)
         session.evaluate = lambda step: evaluation.run(evaluation_row(job, step))
@@ -185,7 +187,7 @@ def _dump_part(job: Job, rank: int, store: Store, masters: MasterState) -> None:
     state = {}
     for parameter in masters.parameters:
         master, first_moment, second_moment = masters.of(parameter)
-        state[f"weight.{parameter.label}"] = store.weights[parameter.first :][: parameter.count].view(parameter.shape)
+        state[f"weight.{parameter.label}"] = store.weight(parameter).view(parameter.shape)
         state[f"master.{parameter.label}"] = master
         state[f"first_moment.{parameter.label}"] = first_moment
         state[f"second_moment.{parameter.label}"] = second_moment

@@ -140,9 +140,18 @@ def run(
         dump_state=_path(dump_state),
         hooks=hooks,
     )
+    return execute(job, ranks=ranks, log=log, files=files)
+
+
+def execute(
+    job: Job, *, ranks: RankProcesses | None = None, log: Log | None = None, files: Mapping[str, str] | None = None,
+    before_start: Callable[[], None] = lambda: None,
+) -> RunResult:  # fmt: skip
+    """Check a job, take its run directory, run it. ``before_start`` puts further files there."""
     prepare(job)
     for name, text in (files or {}).items():
         (job.output / name).write_text(text)
+    before_start()
     with _processes(ranks, job.num_ranks) as processes:
         processes.run(job, log or (lambda row: None))
     return RunResult.load(job.output)

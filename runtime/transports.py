@@ -62,14 +62,14 @@ class HostTransport:
         number, flag, box = self._place(op, step)
         if number >= MAILBOX_SLOTS:
             self._wait(flag + 1, number - MAILBOX_SLOTS + 1)
-        self.device.copy(box, tensor)
+        self.device.copy(box[: tensor.numel()], tensor)
         self.device.finish_lane()
         self.store.flags.set(flag, number + 1)
 
     def recv(self, op: int, step: int, tensor: torch.Tensor) -> None:
         number, flag, box = self._place(op, step)
         self._wait(flag, number + 1)
-        self.device.copy(tensor, box)
+        self.device.copy(tensor, box[: tensor.numel()])
         self.device.finish_lane()
         self.store.flags.set(flag + 1, number + 1)
 

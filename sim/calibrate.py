@@ -14,7 +14,7 @@ from typing import Any
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec, MeasuredLayer
-from spipe.model import LAYER_KINDS, LayerKind, PassName
+from spipe.model import LAYER_KINDS, LayerKind, ModelSpec, PassName
 from spipe.ops import PARTNER, Kind
 from spipe.plan import Plan
 from spipe.sim.cost import CostModel
@@ -73,6 +73,11 @@ def calibrate(
     """
     if not runs:
         raise SpipeError("calibration needs at least one run: a plan and its trace")
+    for plan, _ in runs:
+        if not isinstance(plan.model, ModelSpec):
+            raise SpipeError(
+                f"calibration measures built-in layers; {plan.model.name} is a list of layers: leave that run out"
+            )
     hardware = _with_cores(hardware or runs[0][0].hardware, [trace for _, trace in runs])
     names = names or [f"run {number}" for number in range(len(runs))]
     fit = _Fit(
@@ -122,6 +127,7 @@ Shape = tuple[object, ...]
 
 
 def _shape(costs: CostModel) -> Shape:
+    assert isinstance(costs.model, ModelSpec)
     sizes = [MeasuredLayer.shape_of(costs.model, kind) for kind in LAYER_KINDS]
     return (
         costs.microbatch_size,

@@ -27,8 +27,11 @@ _COST = {int(Kind.FORWARD): 1.0, int(Kind.RECOMPUTE): 1.0, int(Kind.BACKWARD): 2
 class Draft:
     """Columns of ops in order of creation (see ``Program`` for their meaning), and each rank's compute order."""
 
-    def __init__(self, layout: Layout, num_microbatches: int, options: Options, tied: bool) -> None:
+    def __init__(
+        self, layout: Layout, num_microbatches: int, options: Options, tied: bool, frozen: frozenset[int]
+    ) -> None:
         self.layout, self.microbatches, self.options, self.tied = layout, num_microbatches, options, tied
+        self.frozen = frozen
         self.num_forward, self.num_backward = len(layout.forward), len(layout.backward)
         self.stages = (*layout.forward, *layout.backward)
         self.buckets = tuple(_buckets(stage.layers, options.bucket_layers) for stage in self.stages)
@@ -178,6 +181,7 @@ class Draft:
             num_microbatches=self.microbatches,
             options=self.options,
             tied=self.tied,
+            frozen=self.frozen,
             lanes=lanes,
             kind=[self.kind[i] for i in order],
             stage=[self.stage[i] for i in order],

@@ -34,8 +34,9 @@ def require_size(layout: Layout, num_microbatches: int) -> None:
 
 
 def lower(
-    layout: Layout, order: ComputeOrder, num_microbatches: int, options: Options | None = None, *, tied: bool = False
-) -> Program:
+    layout: Layout, order: ComputeOrder, num_microbatches: int, options: Options | None = None, *, tied: bool = False,
+    frozen: frozenset[int] = frozenset(),
+) -> Program:  # fmt: skip
     """The program of one training step.
 
     Args:
@@ -44,6 +45,7 @@ def lower(
         num_microbatches: microbatches per step.
         options: slots, routes and optimizer order.
         tied: the embedding's weight is also the head's: one parameter, stepped once with both gradients.
+        frozen: layers with nothing to train: no OFFLOAD_GRAD, STEP or COMMIT for buckets that hold no other.
 
     Raises:
         SpipeError: if the dependencies are cyclic (too few slots for this order), naming the ops and numbers.
@@ -52,14 +54,15 @@ def lower(
         raise SpipeError(f"a step needs at least one microbatch, got {num_microbatches}")
     require_size(layout, num_microbatches)
     with collector_paused():
-        return _Lowering(layout, order, num_microbatches, options or Options(), tied).program()
+        return _Lowering(layout, order, num_microbatches, options or Options(), tied, frozen).program()
 
 
 class _Lowering(Draft):
     def __init__(
-        self, layout: Layout, order: ComputeOrder, num_microbatches: int, options: Options, tied: bool
-    ) -> None:
-        super().__init__(layout, num_microbatches, options, tied)
+        self, layout: Layout, order: ComputeOrder, num_microbatches: int, options: Options, tied: bool,
+        frozen: frozenset[int],
+    ) -> None:  # fmt: skip
+        super().__init__(layout, num_microbatches, options, tied, frozen)
         self.order = order
         self.messages: list[list[tuple[int, int, int, int]]] = []
 
@@ -341,7 +344,9 @@ class _Lowering(Draft):
         """A stage accumulates into one slab from its first BACKWARD until its gradients are on the host."""
         self.offloads: dict[tuple[int, int], int] = {}
         for rank in range(self.layout.num_ranks):
-            mine = [k for k, stage in enumerate(self.layout.backward) if stage.rank == rank]
+            mine = [
+                k for k, s in enumerate(self.layout.backward) if s.rank == rank and not self.frozen.issuperset(s.layers)
+            ]
             mine.sort(key=lambda k: min(self.last_backward[k]))
             first, last = [min(self.last_backward[k]) for k in mine], [max(self.last_backward[k]) for k in mine]
             alternating = max((sum(e >= f for f in first[j:]) for j, e in enumerate(last)), default=0)
@@ -354,14 +359,17 @@ class _Lowering(Draft):
                         f"gradient_slots={num_slots}: set gradient_slots to at least {alternating}"
                     )
                 stage = self.num_forward + k
-                buckets = range(len(self.buckets[stage]))
+                trained = [b for b, bucket in enumerate(self.buckets[stage]) if not self.frozen.issuperset(bucket)]
                 offloads = [
-                    self.add(Kind.OFFLOAD_GRAD, stage, b, rank, "d2h", [last[j]], slot=slot) for b in reversed(buckets)
+                    self.add(Kind.OFFLOAD_GRAD, stage, b, rank, "d2h", [last[j]], slot=slot) for b in reversed(trained)
                 ]
                 self.offloads.update({(k, self.index[i]): i for i in offloads})
                 for i in self.last_backward[k]:
                     self.slot[i] = slot
-            slabs = [[self.offloads[k, b] for b in range(len(self.buckets[self.num_forward + k]))] for k in mine]
+            slabs = [
+                [i for b in range(len(self.buckets[self.num_forward + k])) if (i := self.offloads.get((k, b), -1)) >= 0]
+                for k in mine
+            ]
             for j in range(len(mine)):
                 if j >= num_slots:
                     self.deps[first[j]] += slabs[j - num_slots]
@@ -375,7 +383,7 @@ class _Lowering(Draft):
             gradients = [i for (k, _), i in self.offloads.items() if self.layout.backward[k].rank == rank]
             number = self.num_forward + self.num_backward + rank
             validate.append(self.add(Kind.VALIDATE, number, 0, rank, "control", gradients))
-        head = self.offloads[self.num_backward - 1, len(self.buckets[-1]) - 1]
+        head = self.offloads.get((self.num_backward - 1, len(self.buckets[-1]) - 1), -1)
         commit_of_layer = [-1] * self.layout.num_layers
         store_of_layer: dict[int, int] = {}
         commits: list[list[int]] = [[] for _ in range(self.layout.num_ranks)]
@@ -411,7 +419,7 @@ class _Lowering(Draft):
                 self.carried[i].append(barriers[self.rank[i]])
         for i in self.fetches:
             layers = self.buckets[self.stage[i]][self.index[i]]
-            needed = {commit_of_layer[layer] for layer in layers}
+            needed = {commit_of_layer[layer] for layer in layers if layer not in self.frozen}
             if self.tied and self.layout.num_layers - 1 in layers:
                 needed.add(commit_of_layer[0])
             store = store_of_layer.get(layers.start, -1)

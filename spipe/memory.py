@@ -4,6 +4,7 @@ One static account for simulator and runtime. Slots are as large as their larges
 gradient or stage input has its place from the moment its receive may be posted.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from spipe.errors import SpipeError
+from spipe.layer_list import Model
 from spipe.model import ModelSpec
 from spipe.ops import Kind
 from spipe.program import Program
@@ -89,15 +91,12 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def layer_bytes(model: ModelSpec, layer: int, element_bytes: int) -> int:
-    """Bytes of one layer's parameters (or gradients), each parameter aligned."""
-    total = 0
-    for shape in model.parameter_shapes(model.layer_kind(layer)).values():
-        size = element_bytes
-        for extent in shape:
-            size *= extent
-        total += aligned(size)
-    return total
+def layer_bytes(model: Model, layer: int, element_bytes: int, *, trained: bool = False) -> int:
+    """Bytes of one layer's parameters, each aligned; ``trained``: of those that have gradients."""
+    kind = model.layer_kind(layer)
+    left_out = model.frozen_parameters(kind) if trained else frozenset()
+    shapes = (shape for name, shape in model.parameter_shapes(kind).items() if name not in left_out)
+    return sum(aligned(element_bytes * math.prod(shape)) for shape in shapes)
 
 
 def memory(plan: "Plan") -> MemoryReport:
@@ -115,10 +114,12 @@ class _Account:
         self.gradient_bytes = ELEMENT_BYTES[plan.gradient_dtype]
         kinds = [self.model.layer_kind(i) for i in range(self.model.num_total_layers)]
         self.weights = [layer_bytes(self.model, i, self.element_bytes) for i in range(len(kinds))]
-        self.gradients = [layer_bytes(self.model, i, self.gradient_bytes) for i in range(len(kinds))]
+        self.gradients = [layer_bytes(self.model, i, self.gradient_bytes, trained=True) for i in range(len(kinds))]
+        self.trained = [layer_bytes(self.model, i, self.element_bytes, trained=True) for i in range(len(kinds))]
         b, s = plan.microbatch_size, plan.sequence
         some_beta_is_zero = 0 in (plan.optimizer.beta1, plan.optimizer.beta2)
         self.undo_bytes = SNAPSHOT_BYTES if some_beta_is_zero else UNDO_LOG_BYTES
+        self.token_bytes = sum(aligned(t.num_bytes(b, self.element_bytes)) for t in self.model.input_tensors(b, s))
         self.boundary = aligned(self.model.boundary_bytes(b, s, self.element_bytes))
         self.saved = [self.model.layer_activation_bytes(kind, b, s, self.element_bytes) for kind in kinds]
         self.in_backward = [self.model.layer_backward_bytes(kind, b, s, self.element_bytes) for kind in kinds]
@@ -189,7 +190,7 @@ class _Account:
             "received messages": sum(rings.values()) * boundary,
             "unsent messages": sum(sends.values()) * boundary,
             **self.activation_items(rank),
-            "tokens": tokens * 2 * aligned(8 * self.plan.microbatch_size * self.plan.sequence),
+            "tokens": tokens * self.token_bytes,
         }
 
     def activation_items(self, rank: int) -> Items:
@@ -301,9 +302,12 @@ class _Account:
         layout = self.program.layout
         layers = [i for s in layout.backward if s.rank == rank for i in s.layers]
         owned = self.total(self.weights, layers)
-        held = self.total(self.weights, [i for i in layers if self.program.is_held(i)])
-        state = 12 * (owned - held) // self.element_bytes
-        if self.model.tied_embeddings and self.model.num_total_layers - 1 in layers:
+        state = 12 * self.total(self.trained, [i for i in layers if not self.program.is_held(i)]) // self.element_bytes
+        if (
+            isinstance(self.model, ModelSpec)
+            and self.model.tied_embeddings
+            and self.model.num_total_layers - 1 in layers
+        ):
             tied = self.model.vocab_size * self.model.hidden_size
             owned -= aligned(tied * self.element_bytes)
             state -= 12 * tied

@@ -14,7 +14,7 @@ import torch
 from spipe.plan import Plan
 from spipe.runtime import layers
 from spipe.runtime.adam_reference import adamw_step_tensors, as_array, sum_of_squares
-from spipe.runtime.data import Corpus, Feed
+from spipe.runtime.data import Corpus, TokenFeed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,7 +37,7 @@ class Reference:
     def __post_init__(self) -> None:
         plan, model = self.plan, self.plan.model
         self.dtype, self.gradient_dtype = DTYPES[plan.precision], DTYPES[plan.gradient_dtype]
-        self.feed = Feed(plan, Corpus.load(self.data))
+        self.feed = TokenFeed(plan, Corpus.load(self.data))
         self.kinds = [model.layer_kind(i) for i in range(model.num_total_layers)]
         tied = model.tied_parameters()
         self.alias = {tied[1]: tied[0]} if tied else {}

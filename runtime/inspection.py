@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from spipe.errors import SpipeError
 from spipe.layer_list import LayerListSpec, LayerSpec
 from spipe.runtime.data import Corpus
-from spipe.runtime.modules import Loss, pair_of, spec_of, stacked
+from spipe.runtime.modules import Loss, is_data_set, pair_of, spec_of, stacked
 
 
 def describe(
@@ -51,12 +51,10 @@ def describe(
     if tokens:
         batch = torch.from_numpy(Corpus.load(data, token_bytes).batch(0, 0, microbatch_size, sequence))
         x, target = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+    elif is_data_set(data):
         x, target = pair_of(stacked(data, 0, 0, microbatch_size))
-    elif callable(data):
-        x, target = pair_of(data(0, 0))
     else:
-        raise SpipeError(f"data is a {type(data).__name__}; give a path, a data set, or a function (step, microbatch)")
+        x, target = pair_of(data(0, 0))
     inputs, targets = (spec_of(what, tensor, microbatch_size) for what, tensor in (("input", x), ("target", target)))
     found = []
     with torch.random.fork_rng(devices=[]):

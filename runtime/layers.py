@@ -116,7 +116,7 @@ def _norm(x: Tensor, weight: Tensor, model: ModelSpec) -> Tensor:
 def head(p: Parameters, x: Tensor, labels: Tensor, model: ModelSpec, z_loss: float = 0.0) -> Tensor:
     """Final norm, LM head and cross entropy: activations (b, s, h), labels (b, s) -> mean loss over tokens, fp32.
 
-    ``z_loss`` times the squared log-sum-exp of the logits is added to every token's loss (PaLM, arXiv 2204.02311). Where
+    ``z_loss`` times the squared log-sum-exp of the logits is added to a token's loss (PaLM, arXiv 2204.02311). Where
     all logits together would be too many (``ModelSpec.loss_chunk_tokens``), they exist only a part at a time.
     """
     x = _norm(x, p["norm.weight"], model)

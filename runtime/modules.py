@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import spawn
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,8 +150,8 @@ class ModuleNetwork:
             shape = self.model.boundary_shape(layer + 1, self.microbatch_size, self.model.sequence)
             if y.shape != shape:
                 raise SpipeError(
-                    f"layer {layer} ({self.model.layers[layer].name}): output of shape {list(y.shape)}; when it was described "
-                    f"it had {list(shape)}; shapes may not depend on the data"
+                    f"layer {layer} ({self.model.layers[layer].name}): output of shape {list(y.shape)}, not "
+                    f"{list(shape)} as described; shapes may not depend on the data"
                 )
             if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
                 y = y.clone()  # the input's place is used again before the output is read
@@ -170,11 +171,17 @@ class ModuleNetwork:
 
 def feed_of(data: Any, plan: Plan, start: Position) -> Feed:
     """Microbatches from a function or a data set. Raises SpipeError for anything else."""
-    assert isinstance(plan.model, LayerListSpec)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+    if is_data_set(data):
         return DatasetFeed(data, plan, start.sequences)
-    if callable(data):
-        return FunctionFeed(data, plan, start.step)
+    return FunctionFeed(data, plan, start.step)
+
+
+def is_data_set(data: Any) -> bool:
+    """Whether data are a data set, not a function. Raises SpipeError if they are neither."""
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, type | str | Path):
+        return True
+    if callable(data) and not isinstance(data, type):
+        return False
     raise SpipeError(
         f"data is a {type(data).__name__}; it should be a path of tokens or text, a function of (step, microbatch), or "
         "a data set with a length whose items are (input, target)"

@@ -15,7 +15,7 @@ from spipe.runtime.hooks import NO_HOOKS, TestHooks
 from spipe.runtime.inspection import check_modules
 from spipe.runtime.job import Job
 from spipe.runtime.launch import RankProcesses
-from spipe.runtime.modules import Loss, ModuleSource, require_main_program
+from spipe.runtime.modules import Loss, ModuleSource, is_data_set, require_main_program
 from spipe.runtime.tensor_file import TensorWriter
 from spipe.runtime.training import Log, RunResult, execute, resolve_resume, starts_over
 
@@ -67,6 +67,9 @@ def train(
     is_path = data is None or isinstance(data, str | Path)
     if is_path and validation is not None:
         raise SpipeError("validation is for data sets and functions; with tokens or text give validation_fraction")
+    for given in (data, validation):
+        if given is not None and not isinstance(given, str | Path):
+            is_data_set(given)
     source = ModuleSource.of(layers, loss, None if is_path else (data, validation))
     output = Path(output)
     job = Job(

@@ -126,9 +126,13 @@ Shape = tuple[object, ...]
 """All that the time of a layer depends on, apart from its kind and pass."""
 
 
-def _shape(costs: CostModel) -> Shape:
+def _decoder(costs: CostModel) -> ModelSpec:
     assert isinstance(costs.model, ModelSpec)
-    sizes = [MeasuredLayer.shape_of(costs.model, kind) for kind in LAYER_KINDS]
+    return costs.model
+
+
+def _shape(costs: CostModel) -> Shape:
+    sizes = [MeasuredLayer.shape_of(_decoder(costs), kind) for kind in LAYER_KINDS]
     return (
         costs.microbatch_size,
         costs.sequence,
@@ -187,7 +191,7 @@ class _Fit:
                     "seconds": value,
                     "spread_s": _spread(ops) * value,
                     "num_samples": max(1, sum(op.seconds.count for op in ops)),
-                    **MeasuredLayer.shape_of(costs.model, layer),
+                    **MeasuredLayer.shape_of(_decoder(costs), layer),
                 }
             )
             entries[entry_key(entry)] = entry

@@ -266,6 +266,8 @@ class _Checker:
             read = set(program.buckets[program.stage[i]][program.index[i]])
             if program.tied and self.layout.num_layers - 1 in read:
                 read.add(0)
+            if read <= program.frozen and not any(program.kind[d] == Kind.VALIDATE for d in program.carried[i]):
+                yield f"{self.name(i)} may start a step before the one before is judged"
             for layer in read - program.frozen:
                 if settled[layer] not in program.carried[i]:
                     yield f"{self.name(i)} may read stale weights: it does not wait for {self.name(settled[layer])}"

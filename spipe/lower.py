@@ -381,6 +381,11 @@ class _Lowering(Draft):
         validate = []
         for rank in range(self.layout.num_ranks):
             gradients = [i for (k, _), i in self.offloads.items() if self.layout.backward[k].rank == rank]
+            gradients += [  # a step's compute lies between two VALIDATEs, also where nothing is trained
+                max(self.last_backward[k])
+                for k, stage in enumerate(self.layout.backward)
+                if stage.rank == rank and self.frozen.issuperset(stage.layers)
+            ]
             number = self.num_forward + self.num_backward + rank
             validate.append(self.add(Kind.VALIDATE, number, 0, rank, "control", gradients))
         head = self.offloads.get((self.num_backward - 1, len(self.buckets[-1]) - 1), -1)
@@ -420,6 +425,8 @@ class _Lowering(Draft):
         for i in self.fetches:
             layers = self.buckets[self.stage[i]][self.index[i]]
             needed = {commit_of_layer[layer] for layer in layers if layer not in self.frozen}
+            if not needed:
+                needed.add(validate[self.rank[i]])
             if self.tied and self.layout.num_layers - 1 in layers:
                 needed.add(commit_of_layer[0])
             store = store_of_layer.get(layers.start, -1)

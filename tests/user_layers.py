@@ -65,6 +65,11 @@ class Tuple(nn.Linear):
         return super().forward(x), x
 
 
+class Summed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum(0)
+
+
 class Detached(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.detach())
@@ -79,6 +84,11 @@ def points(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + microbatch)
     x = torch.randn(3, 4, generator=generator)
     return x, x.sin().sum(1, keepdim=True)
+
+
+def same_size(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    """Three points and as many numbers for each."""
+    return torch.ones(3, 4), torch.zeros(3, 4)
 
 
 class Digits(torch.utils.data.Dataset[tuple[Tensor, int]]):

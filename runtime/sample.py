@@ -60,6 +60,8 @@ def generate(
         raise SpipeError(f"temperature = {temperature} should be at least 0")
     has_model = (source / CONFIG).is_file() and not (source / "plan.json").is_file()
     folder = source if has_model else find_checkpoint(source)
+    if not (folder / CONFIG).is_file():
+        raise SpipeError(f"{folder}: no {CONFIG}; text comes from built-in models, not from a list of layers")
     sampler = Sampler(folder)
     vocab_size = sampler.model.vocab_size
     if (folder / "tokenizer.json").is_file():

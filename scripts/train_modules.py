@@ -68,7 +68,10 @@ class LowRank(nn.Module):
     def __init__(self, linear: nn.Linear, rank: int) -> None:
         super().__init__()
         self.linear = linear
-        self.a, self.b = nn.Linear(linear.in_features, rank, bias=False), nn.Linear(rank, linear.out_features, bias=False)
+        self.a, self.b = (
+            nn.Linear(linear.in_features, rank, bias=False),
+            nn.Linear(rank, linear.out_features, bias=False),
+        )
         nn.init.zeros_(self.b.weight)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
+from spipe.layer_list import Model
 from spipe.layout import Layout, decoupled_layout
-from spipe.model import ModelSpec
 from spipe.schedules import get_schedule
 from spipe.sim.bounds import lower_bound_s
 from spipe.sim.cost import CostModel
@@ -104,7 +104,7 @@ class Candidate:
 class Space:
     """The choices to enumerate, each sorted; see ``spipe.sim.search.search``."""
 
-    model: ModelSpec
+    model: Model
     hardware: HardwareSpec
     sequence: int
     global_batch: int

@@ -21,8 +21,8 @@ from typing import Any
 from spipe.check import check
 from spipe.errors import SpipeError, unknown
 from spipe.hardware import HardwareSpec
+from spipe.layer_list import Model
 from spipe.memory import MemoryReport
-from spipe.model import ModelSpec
 from spipe.options import Options
 from spipe.plan import Plan
 from spipe.schedules import SCHEDULES, get_schedule
@@ -94,7 +94,7 @@ class SearchResult:
 
 
 def search(
-    model: ModelSpec,
+    model: Model,
     hardware: HardwareSpec,
     *,
     global_batch: int,

@@ -67,6 +67,15 @@ class LayerListSpec(Spec):
     def num_total_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def num_layers(self) -> int:
+        """All of them: any may be in a stage of its own."""
+        return len(self.layers)
+
+    @property
+    def max_sequence(self) -> int:
+        return self.sequence
+
     def layer_kind(self, layer: int) -> str:
         """The number of the first layer that is like this one, as text."""
         if not 0 <= layer < len(self.layers):

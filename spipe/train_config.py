@@ -15,7 +15,7 @@ from spipe.units import NonNegative, Positive, Spec, read_table
 Count = Annotated[int, Field(strict=True, ge=1)]
 CONFIG_FILE = "train.toml"
 _OPTIMIZER = tuple(AdamW.model_fields)
-_KERNELS = ("deterministic", "compile_layers")
+_PLAN = ("deterministic", "compile_layers", "dropout", "z_loss")
 _NEEDED = {"plan": "PLAN", "steps": "--steps", "output": "--output"}
 
 
@@ -45,6 +45,8 @@ class TrainConfig(Spec):
     """Of each GPU; PyTorch is held to it."""
     deterministic: bool | None = None
     compile_layers: bool | None = None
+    dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
+    z_loss: NonNegative | None = None
     tensorboard: bool = False
     learning_rate: NonNegative | None = None
     beta1: NonNegative | None = None
@@ -76,11 +78,11 @@ class TrainConfig(Spec):
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
     def apply(self, plan: Plan) -> Plan:
-        """The plan with this configuration's optimizer, kernels and memory limit.
+        """The plan with this configuration's optimizer, loss, kernels and memory limit.
 
         Raises SpipeError for values that do not go together, and if the plan does not fit into the memory.
         """
-        changes: dict[str, Any] = {name: value for name in _KERNELS if (value := getattr(self, name)) is not None}
+        changes: dict[str, Any] = {name: value for name in _PLAN if (value := getattr(self, name)) is not None}
         optimizer = {name: value for name in _OPTIMIZER if (value := getattr(self, name)) is not None}
         if optimizer:
             changes["optimizer"] = plan.optimizer.replace(**optimizer)

@@ -1,8 +1,18 @@
 """Layers of a user's own, and faulty ones; a module of its own because ranks have to find the classes by name."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from spipe.plan import Plan
+from spipe.runtime.adam_reference import adamw_step_tensors
+from spipe.runtime.checkpoint import Position
+from spipe.runtime.data import Corpus, TokenFeed
+from spipe.runtime.modules import feed_of
+from spipe.runtime.network import draw_seed
 
 
 class Residual(nn.Module):
@@ -99,3 +109,32 @@ class Digits(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
         return torch.sin(torch.arange(36.0) * (i + 1)).view(1, 6, 6), i % 3
+
+
+def plain(layers: Sequence[nn.Module], loss: Any, data: Any, plan: Plan, steps: int) -> list[float]:
+    """PyTorch alone: nn.Sequential, backward per microbatch, AdamW in the arithmetic of ``adam_reference``."""
+    model, adam, losses = nn.Sequential(*layers), plan.optimizer, []
+    feed = TokenFeed(plan, Corpus.load()) if data is None else feed_of(data, plan, Position())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in trained]
+    torch.set_num_threads(plan.compute_threads)
+    for step in range(steps):
+        total = 0.0
+        for m in range(plan.num_microbatches):
+            x, target = feed.tensors(step, m)
+            for i, layer in enumerate(layers):
+                torch.manual_seed(draw_seed(plan.seed, step, m, i))
+                x = layer(x)
+            value = loss(x, target)
+            value.backward(torch.tensor(1.0 / plan.num_microbatches))
+            total += float(value.detach())
+        losses.append(total / plan.num_microbatches)
+        for p, (first, second) in zip(trained, moments, strict=True):
+            if p.grad is not None:
+                adamw_step_tensors(
+                    p.grad, p.data, first, second, p.data, step=step + 1, learning_rate=adam.learning_rate,
+                    beta1=adam.beta1, beta2=adam.beta2, epsilon=adam.epsilon,
+                    weight_decay=adam.weight_decay_of(p.shape),
+                )  # fmt: skip
+                p.grad = None
+    return losses

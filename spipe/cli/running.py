@@ -107,6 +107,12 @@ def run(
     minimum_learning_rate: Annotated[float | None, typer.Option()] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Of matrices; norms and biases have none.")] = None,
     max_norm: Annotated[float | None, typer.Option(help="Clip the gradients' global norm to this.")] = None,
+    dropout: Annotated[
+        float | None, typer.Option(help="Of what attention and feed-forward add, in training; exact under recompute.")
+    ] = None,
+    z_loss: Annotated[
+        float | None, typer.Option(help="Times the squared log-sum-exp of the logits, added to the loss (1e-4, say).")
+    ] = None,
     device: Annotated[
         str | None, typer.Option(metavar="cpu|cuda", help="Refuse to run unless the plan is for this device.")
     ] = None,

@@ -19,11 +19,6 @@ from spipe.memory import memory
 from spipe.ops import Kind
 from spipe.plan import Plan, make_plan
 from spipe.runtime import RankProcesses, RunFailedError, describe, run, train
-from spipe.runtime.adam_reference import adamw_step_tensors
-from spipe.runtime.checkpoint import Position
-from spipe.runtime.data import Corpus, TokenFeed
-from spipe.runtime.modules import feed_of
-from spipe.runtime.network import draw_seed
 from spipe.sim import simulate
 
 Layers = list[nn.Module]
@@ -59,35 +54,6 @@ def plan_for(
     )
 
 
-def plain(layers: Layers, loss: Any, data: Any, plan: Plan, steps: int) -> list[float]:
-    """PyTorch alone: nn.Sequential, backward per microbatch, AdamW in the arithmetic of ``adam_reference``."""
-    model, adam, losses = nn.Sequential(*layers), plan.optimizer, []
-    feed = TokenFeed(plan, Corpus.load()) if data is None else feed_of(data, plan, Position())
-    trained = [p for p in model.parameters() if p.requires_grad]
-    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in trained]
-    torch.set_num_threads(plan.compute_threads)
-    for step in range(steps):
-        total = 0.0
-        for m in range(plan.num_microbatches):
-            x, target = feed.tensors(step, m)
-            for i, layer in enumerate(layers):
-                torch.manual_seed(draw_seed(plan.seed, step, m, i))
-                x = layer(x)
-            value = loss(x, target)
-            value.backward(torch.tensor(1.0 / plan.num_microbatches))
-            total += float(value.detach())
-        losses.append(total / plan.num_microbatches)
-        for p, (first, second) in zip(trained, moments, strict=True):
-            if p.grad is not None:
-                adamw_step_tensors(
-                    p.grad, p.data, first, second, p.data, step=step + 1, learning_rate=adam.learning_rate,
-                    beta1=adam.beta1, beta2=adam.beta2, epsilon=adam.epsilon,
-                    weight_decay=adam.weight_decay_of(p.shape),
-                )  # fmt: skip
-                p.grad = None
-    return losses
-
-
 def assert_same(layers: Sequence[nn.Module], others: Sequence[nn.Module]) -> None:
     ours, theirs = nn.Sequential(*layers).state_dict(), nn.Sequential(*others).state_dict()
     assert ours.keys() == theirs.keys()
@@ -117,7 +83,7 @@ def test_any_layers_have_the_bits_of_sequential(
     for number, (num_ranks, schedule, forward, backward) in enumerate(cases):
         layers = copy.deepcopy(start)
         plan = plan_for(layers, loss, data, num_ranks, schedule, forward, backward, **fields)
-        losses = losses or plain(expected, loss, data, plan, 4)
+        losses = losses or user.plain(expected, loss, data, plan, 4)
         result = train(layers, loss, data, plan, steps=4, output=tmp_path / str(number), ranks=rank_pool())
         assert result.losses == losses
         assert_same(layers, expected)
@@ -155,7 +121,7 @@ def test_what_is_frozen_is_fetched_and_never_stepped(rank_pool: Pool, tmp_path: 
             if bucket:
                 assert found == {1, 2, 3, 4}
         assert simulate(plan).step_s > 0
-        losses = losses or plain(expected, user.token_loss, None, plan, 4)
+        losses = losses or user.plain(expected, user.token_loss, None, plan, 4)
         result = train(layers, user.token_loss, None, plan, steps=4, output=tmp_path / str(number), ranks=rank_pool())
         assert result.losses == losses
         assert_same(layers, expected)
@@ -178,7 +144,7 @@ def test_it_goes_on_from_a_checkpoint_on_other_ranks(rank_pool: Pool, tmp_path: 
     for number, make in enumerate((lambda: language_model(0.1), adapted)):
         expected, layers = make(), make()
         plans = [plan_for(layers, user.token_loss, None, n, backward=b, sequence=SEQUENCE) for n, b in ((2, 1), (1, 2))]
-        losses = plain(expected, user.token_loss, None, plans[0], 6)
+        losses = user.plain(expected, user.token_loss, None, plans[0], 6)
         output = tmp_path / str(number)
         train(layers, user.token_loss, None, plans[0], steps=3, output=output, ranks=rank_pool())
         layers = make()

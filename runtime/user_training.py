@@ -17,7 +17,7 @@ from spipe.runtime.job import Job
 from spipe.runtime.launch import RankProcesses
 from spipe.runtime.modules import Loss, ModuleSource, is_data_set, require_main_program
 from spipe.runtime.tensor_file import TensorWriter
-from spipe.runtime.training import Log, RunResult, execute, resolve_resume, starts_over
+from spipe.runtime.training import Log, RunResult, execute, job_of
 
 
 def train(
@@ -72,17 +72,16 @@ def train(
             is_data_set(given)
     source = ModuleSource.of(layers, loss, None if is_path else (data, validation))
     output = Path(output)
-    job = Job(
-        plan=plan,
+    job = job_of(
+        plan,
         steps=steps,
         output=output,
-        data=Path(data) if is_path and data is not None else None,
+        data=data if is_path else None,
         modules=source,
         has_validation=validation is not None,
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every or steps,
-        resume=resolve_resume(resume, output),
-        overwrite=options.pop("overwrite", False) or starts_over(resume, output),
+        resume=resume,
         hooks=hooks,
         **options,
     )

@@ -39,6 +39,7 @@ class TrainConfig(Spec):
     model_folder: str | None = None
     device: Literal["cpu", "cuda"] | None = None
     transport: str = "auto"
+    timeout_s: Positive = 600.0
     trace_steps: Count = 25
     host_memory_gib: Positive | None = None
     gpu_memory_limit_gib: Positive | None = None
@@ -48,6 +49,7 @@ class TrainConfig(Spec):
     dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     z_loss: NonNegative | None = None
     tensorboard: bool = False
+    wandb: str | None = None
     learning_rate: NonNegative | None = None
     beta1: NonNegative | None = None
     beta2: NonNegative | None = None
@@ -77,11 +79,33 @@ class TrainConfig(Spec):
         """The file that says the same."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
+    def files(self) -> dict[str, str]:
+        """Text files that say in the run folder what was given."""
+        return {CONFIG_FILE: self.text()}
+
+    def run_arguments(self) -> dict[str, Any]:
+        """Arguments of ``spipe.runtime.run`` and fields of its job, but for the plan."""
+        names = (
+            "steps", "output", "data", "tokenizer", "token_bytes", "validation_fraction", "evaluate_every",
+            "checkpoint_every", "keep", "resume", "model_folder", "transport", "timeout_s", "trace_steps",
+        )  # fmt: skip
+        gib = self.host_memory_gib
+        return {
+            **{name: getattr(self, name) for name in names},
+            "host_memory_bytes": None if gib is None else max(1, int(gib * 2**30)),
+        }
+
     def apply(self, plan: Plan) -> Plan:
         """The plan with this configuration's optimizer, loss, kernels and memory limit.
 
-        Raises SpipeError for values that do not go together, and if the plan does not fit into the memory.
+        Raises SpipeError for values that do not go together, and if the plan does not fit into the memory or the
+        device.
         """
+        if self.device is not None and self.device != plan.hardware.device:
+            raise SpipeError(
+                f"--device {self.device}: the plan is for {plan.hardware.name}, whose device is "
+                f"{plan.hardware.device}; make a plan with `spipe search --hardware` of a {self.device} machine"
+            )
         changes: dict[str, Any] = {name: value for name in _PLAN if (value := getattr(self, name)) is not None}
         optimizer = {name: value for name in _OPTIMIZER if (value := getattr(self, name)) is not None}
         if optimizer:

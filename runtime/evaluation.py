@@ -38,10 +38,9 @@ class Evaluation:
         with torch.no_grad():
             for layer, parameters in layer_parameters(model, table, self.store.weights):
                 on_device = {name: weight.to(self.device) for name, weight in parameters.items()}
-                activations = [
-                    self.network(layer, on_device, x, target, None)
-                    for x, (_, target) in zip(activations, self.batches, strict=True)
-                ]
+                for number, (_, target) in enumerate(self.batches):
+                    activations[number] = self.network(layer, on_device, activations[number], target, None)
+                del on_device  # before the next layer's are there
         for number, loss in zip(self.numbers, activations, strict=True):
             self.store.evaluations[row, number] = float(loss)
 

@@ -20,6 +20,7 @@ from spipe.runtime.hooks import TestHooks
 from spipe.runtime.network import Network, draw_seed
 from spipe.runtime.settlement import LayerState, Settlement
 from spipe.runtime.store import Store
+from spipe.runtime.system import own_resident_bytes
 from spipe.runtime.transports import Transport
 
 Handler = Callable[[int, int], str | None]
@@ -260,6 +261,7 @@ class Handlers:
         losses = self.losses.pop(step, None)
         if losses:
             self.store.losses[step] = sum(float(loss) for loss in losses) / len(losses)
+        self.store.in_use[self.rank] = self.device.peak_bytes()[0], own_resident_bytes()
         self.settlement.validate(step)
 
     # Tokens, stage inputs, messages

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from spipe.errors import SpipeError
 from spipe.layer_list import LayerListSpec
-from spipe.memory import memory
+from spipe.memory import EVALUATION_BATCHES, MemoryReport, memory
 from spipe.plan import Plan
 from spipe.runtime.checkpoint import FOLDER, START, Checkpoint, Position, find_checkpoints
 from spipe.runtime.data import TOKENS_FILE, Corpus, Feed, TokenFeed, ValidationFeed, load_tokenizer
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 PROCESS_BYTES = 300 << 20
 """Resident memory of a rank's interpreter with PyTorch, without the plan's buffers."""
 RUN_FILES = ("plan.json", "trace.json", "metrics.jsonl", "result.json")
-EVALUATION_BATCHES = 8
 INITIAL_FILE = "initial.safetensors"
 
 
@@ -166,6 +165,10 @@ class Job:
         """Evaluations that the run may have."""
         return 0 if self.evaluate_every is None else self.num_steps // self.evaluate_every + 3
 
+    def memory(self) -> MemoryReport:
+        """The plan's memory, with what evaluations need if there are any."""
+        return memory(self.plan, evaluates=self.evaluate_every is not None)
+
     def store_layout(self) -> StoreLayout:
         return StoreLayout(
             self.plan,
@@ -257,7 +260,7 @@ class Job:
 
     def table_of_bytes(self) -> dict[str, int]:
         """Host memory of the run, itemised."""
-        items = dict(memory(self.plan).hosts[0])
+        items = dict(self.memory().hosts[0])
         region = self.store_layout().table_of_bytes()
         items["mailboxes"] = region["mailboxes"]
         items["flags and times"] = region["flags and times"]

@@ -45,6 +45,10 @@ class RotaryTable:
         angles = torch.arange(sequence, dtype=torch.float64)[:, None] * torch.cat((frequencies, frequencies))[None]
         return cls(angles.cos().to(device, dtype), angles.sin().to(device, dtype))
 
+    def part(self, first: int, stop: int) -> "RotaryTable":
+        """Of some neighbouring positions."""
+        return RotaryTable(self.cos[first:stop], self.sin[first:stop])
+
     def apply(self, x: Tensor) -> Tensor:
         """Turn x of shape (b, heads, s, head_dim)."""
         first, second = x.chunk(2, dim=-1)
@@ -75,12 +79,30 @@ def embedding(p: Parameters, tokens: Tensor) -> Tensor:
     return F.embedding(tokens, p["weight"])
 
 
-def block(p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable, dropout: float = 0.0) -> Tensor:
+@dataclass
+class KeysAndValues:
+    """What attention of one layer keeps of the tokens before, each (b, kv_heads, tokens, head_dim), when text grows
+    token by token."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """With those of the new tokens behind; kept for the next time."""
+        self.keys = k if self.keys is None else torch.cat((self.keys, k), dim=2)
+        self.values = v if self.values is None else torch.cat((self.values, v), dim=2)
+        return self.keys, self.values
+
+
+def block(
+    p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable, dropout: float = 0.0,
+    past: KeysAndValues | None = None,
+) -> Tensor:  # fmt: skip
     """One transformer block: activations (b, s, h) -> (b, s, h).
 
     ``dropout``: probability with which an element of what attention and feed-forward add is left out.
     """
-    mixed = attention(p, _norm(x, p["input_layernorm.weight"], model), model, rotary)
+    mixed = attention(p, _norm(x, p["input_layernorm.weight"], model), model, rotary, past)
     x = x + (F.dropout(mixed, dropout) if dropout else mixed)
     y = _norm(x, p["post_attention_layernorm.weight"], model)
     gate = F.silu(F.linear(y, p["mlp.gate_proj.weight"]))
@@ -88,17 +110,25 @@ def block(p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable, dropo
     return x + (F.dropout(y, dropout) if dropout else y)
 
 
-def attention(p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable) -> Tensor:
-    """Causal (grouped-query) attention of the normed activations x (b, s, h) -> (b, s, h)."""
+def attention(
+    p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable, past: KeysAndValues | None = None
+) -> Tensor:
+    """Causal (grouped-query) attention of the normed activations x (b, s, h) -> (b, s, h).
+
+    With a ``past``, x is what comes behind it: all tokens of a text (nothing is past yet), or the next one.
+    """
     q, k, v = (_heads(p, name, x, model) for name in ("q", "k", "v"))  # (b, heads or kv_heads, s, head_dim)
     if model.qk_norm:
         q = F.rms_norm(q, (model.head_dim,), p["self_attn.q_norm.weight"], model.norm_epsilon)
         k = F.rms_norm(k, (model.head_dim,), p["self_attn.k_norm.weight"], model.norm_epsilon)
+    q, k = rotary.apply(q), rotary.apply(k)
+    if past is not None:
+        k, v = past.extended(k, v)
     mixed = F.scaled_dot_product_attention(
-        rotary.apply(q),
-        rotary.apply(k),
+        q,
+        k,
         v,
-        is_causal=True,
+        is_causal=k.shape[2] == q.shape[2],
         enable_gqa=model.num_kv_heads != model.num_heads,
     )
     return F.linear(mixed.transpose(1, 2).flatten(2), p["self_attn.o_proj.weight"])

@@ -13,7 +13,6 @@ import torch
 
 from spipe import _native
 from spipe.errors import SpipeError
-from spipe.memory import memory
 from spipe.runtime.checkpoint import load_model, load_state, load_weights
 from spipe.runtime.devices import make_device, ranks_per_device, start_autograd
 from spipe.runtime.evaluation import Evaluation
@@ -94,7 +93,7 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
     kind = plan.hardware.device
     device, sharers = make_device(plan, rank), ranks_per_device(plan)
     start_autograd(device.device)
-    device.require_memory(memory(plan).ranks[rank], sharers)
+    device.require_memory(job.memory().ranks[rank], sharers)
     name = choose_transport(job.transport, kind, num_ranks, sharers > 1)
     threads = plan.optimizer_threads or max(1, _native.features()["usable_cores"] // num_ranks)
     store.region.advise_huge_pages()

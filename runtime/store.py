@@ -127,6 +127,7 @@ class StoreLayout:
         self.evaluations = region.add(8 * evaluations[0] * evaluations[1])
         self.step_ends = region.add(8 * (steps + 1) * num_ranks)
         self.peaks = region.add(8 * 3 * num_ranks)
+        self.in_use = region.add(8 * 2 * num_ranks)
         self.times = region.add(8 * 4 * trace_steps * num_ops)
         self.control_bytes = region.num_bytes
         page = 4096
@@ -200,6 +201,8 @@ class Store:
         """End of each step's VALIDATE per rank, seconds of the monotonic clock; row 0: start of the job."""
         self.peaks = self._doubles(layout.peaks, (layout.num_ranks, 3))
         """Per rank: most bytes of device memory, most resident bytes of its process."""
+        self.in_use = self._doubles(layout.in_use, (layout.num_ranks, 2))
+        """Per rank, as of its last VALIDATE: most bytes of device memory so far, resident bytes that are its own."""
         self.times = self._doubles(layout.times, (layout.trace_steps, layout.num_ops, 4))
         """Per traced step and op: start, end, processor seconds, code of the note."""
         self.boundary_dtype = DTYPES[layout.weight_dtype]

@@ -25,6 +25,8 @@ ALIGNMENT = 64
 
 SNAPSHOT_BYTES, UNDO_LOG_BYTES = 12.0, 3.5
 """Host memory for undoing a step, per parameter: a copy of master and moments, needed if a beta is 0, or a log."""
+EVALUATION_BATCHES = 8
+"""Microbatches of an evaluation, shared out over the ranks, each of which has all of its own at a time."""
 WORKSPACE_BYTES = 32 << 20
 """What a matrix library takes per thread that calls it; the compute lane is one, autograd's another."""
 
@@ -99,15 +101,16 @@ def layer_bytes(model: Model, layer: int, element_bytes: int, *, trained: bool =
     return sum(aligned(element_bytes * math.prod(shape)) for shape in shapes)
 
 
-def memory(plan: "Plan") -> MemoryReport:
-    """The plan's memory on its own hardware."""
-    return _Account(plan).report()
+def memory(plan: "Plan", *, evaluates: bool = False) -> MemoryReport:
+    """The plan's memory on its own hardware; ``evaluates``: with what evaluations between steps need."""
+    return _Account(plan, evaluates).report()
 
 
 class _Account:
-    def __init__(self, plan: "Plan") -> None:
+    def __init__(self, plan: "Plan", evaluates: bool) -> None:
         from spipe.plan import ELEMENT_BYTES
 
+        self.evaluation_batches = -(-EVALUATION_BATCHES // plan.layout.num_ranks) if evaluates else 0
         self.plan, self.model = plan, plan.model
         self.program: Program = plan.program()
         self.element_bytes = ELEMENT_BYTES[plan.precision]
@@ -198,7 +201,9 @@ class _Account:
         layout, on_gpu = self.program.layout, self.plan.hardware.device == "cuda"
         workspaces = {"workspaces of libraries": 2 * WORKSPACE_BYTES} if on_gpu else {}
         if self.program.options.recompute != "never":
-            return {"activations and temporaries": self.working_set(rank), **workspaces}
+            working = max(self.working_set(rank), self.evaluation())
+            data = {"evaluation data": self.evaluation_batches * self.token_bytes} if self.evaluation_batches else {}
+            return {"activations and temporaries": working, **data, **workspaces}
         pairs = (pairwise(stages) for stages in (layout.forward, layout.backward))
         local = sum(any(a.rank == b.rank == rank for a, b in stages) for stages in pairs)
         return {
@@ -207,6 +212,13 @@ class _Account:
             "activations and temporaries": self.arena(rank),
             **workspaces,
         }
+
+    def evaluation(self) -> int:
+        """What an evaluation has in use at a time, between steps: one layer's weights, all boundaries, temporaries."""
+        if not self.evaluation_batches:
+            return 0
+        layers = max(w + t for w, t in zip(self.weights, self.temporary, strict=True))
+        return layers + self.evaluation_batches * self.boundary
 
     def working_set(self, rank: int) -> int:
         """The most that a rank's compute ops have in use at a time: what lives from one to another, and their own.

@@ -119,9 +119,7 @@ class TrainConfig(Spec):
                 )
             accelerator = plan.hardware.accelerator.replace(memory_bytes=limit * 2**30)
             changes["hardware"] = plan.hardware.replace(accelerator=accelerator)
-        if not changes:
-            return plan
-        plan = plan.replace(**changes)
+        plan = plan.replace(**changes) if changes else plan
         if limit is not None:
-            memory(plan).require()
+            memory(plan, evaluates=self.evaluate_every is not None).require()
         return plan

@@ -57,7 +57,7 @@ def _bar(steps: int, plan: "Plan") -> Iterator[Log]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    skipped = 0
+    skipped = -1
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("starting", total=steps)
 
@@ -66,10 +66,17 @@ def _bar(steps: int, plan: "Plan") -> Iterator[Log]:
             if "message" in row:
                 bar.console.print(row["message"], highlight=False, markup=False)
                 return
+            if skipped < 0:  # the time left is told from this run's steps, not from those before a checkpoint
+                bar.reset(task, completed=row["step"])
+                skipped = 0
             skipped += row["skipped"]
             loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
             words = [f"loss {loss}", f"{row['tokens_per_s']:.4g} tokens/s"]
             words.append(f"HFU {hardware_flops_utilization(plan, row['tokens_per_s']):.1%}")
+            if row.get("device_peak_bytes"):
+                words.append(f"GPU {row['device_peak_bytes'] / 2**30:.1f} GiB")
+            if row.get("host_bytes"):
+                words.append(f"host {row['host_bytes'] / 2**30:.1f} GiB")
             if skipped:
                 words.append(f"{skipped} skipped")
             bar.update(task, completed=row["step"] + 1, description=", ".join(words))

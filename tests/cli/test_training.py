@@ -19,7 +19,9 @@ from spipe.hardware import load_hardware
 from spipe.memory import memory
 from spipe.model import load_model
 from spipe.plan import Plan, make_plan
+from spipe.runtime.__main__ import main as run_rank
 from spipe.train_config import TrainConfig
+from spipe.train_options import TRAIN_OPTIONS
 
 from .conftest import Command
 
@@ -156,7 +158,10 @@ def test_a_run_without_a_checkpoint_is_not_exported(command: Command, refused: R
     assert "exists; give the name of a new folder" in refused("export", run, "-o", run)
 
 
-ROW = {"step": 2, "loss": 1.25, "step_s": 0.5, "tokens_per_s": 512.0, "skipped": True, "validation_loss": 2.5}
+ROW = {
+    "step": 2, "loss": 1.25, "step_s": 0.5, "tokens_per_s": 512.0, "skipped": True, "validation_loss": 2.5,
+    "device_peak_bytes": 3 << 30, "host_bytes": 5 << 30,
+}  # fmt: skip
 
 
 def test_a_terminal_shows_a_bar(
@@ -170,7 +175,13 @@ def test_a_terminal_shows_a_bar(
         log({"message": "page-locking"})
         log(ROW)
     shown = capsys.readouterr().err
-    for words in ("page-locking", "3/4", "loss 1.2500, 512 tokens/s, HFU", "1 skipped", "validation loss 2.5000"):
+    for words in (
+        "page-locking",
+        "3/4",
+        "loss 1.2500, 512 tokens/s, HFU",
+        "GPU 3.0 GiB, host 5.0 GiB, 1 skipped",
+        "2.5000",
+    ):
         assert words in shown
     flops = plan.model.model_flops_per_token(plan.sequence, causal=True) * 4 / 3
     peak = plan.hardware.accelerator.peak("fp32") * 2
@@ -201,6 +212,51 @@ def test_tensorboard_gets_the_numbers(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert "pip install tensorboard" in refused(*train(plan_file, tmp_path / "run", "--tensorboard"))
     assert not (tmp_path / "run").exists()
+
+
+def test_weights_and_biases_gets_the_numbers(
+    refused: Refused, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    class Run:
+        def __enter__(self) -> "Run":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            seen.append("finished")
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            seen.append((values, step))
+
+    def init(project: str, dir: str, config: dict[str, Any]) -> Run:
+        seen.append((project, dir, config["steps"]))
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    config = TrainConfig(plan=str(plan_file), steps=4, output=str(tmp_path / "run"), wandb="mine")
+    with training_log(config, Plan.load(plan_file)) as log:
+        log({"message": "words"})
+        log(ROW)
+    values = {name: float(value) for name, value in ROW.items() if name != "step"}
+    assert seen == [("mine", str(tmp_path / "run"), 4), (values, 3), "finished"]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert "--wandb needs the package wandb: pip install wandb" in refused(
+        *train(plan_file, tmp_path / "run", "--wandb", "mine")
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_options_are_the_fields_of_the_configuration(plan_file: Path, tmp_path: Path) -> None:
+    assert {option.name for option in TRAIN_OPTIONS} | {"plan"} == TrainConfig.model_fields.keys()
+    config = tmp_path / "train.toml"
+    config.write_text("steps = 1\nmax_norm = 2.0\n")
+    output = tmp_path / "run"
+    options = ["--config", config, "--learning-rate", "0.25", "--dropout", "0.1", "--z-loss", "1e-4", "-o", output]
+    assert run_rank([str(plan_file), *map(str, options)], {}) == 0
+    plan = Plan.load(output / "plan.json")
+    assert (plan.optimizer.max_norm, plan.optimizer.learning_rate, plan.dropout, plan.z_loss) == (2.0, 0.25, 0.1, 1e-4)
+    assert tomllib.loads((output / "train.toml").read_text())["dropout"] == 0.1
 
 
 def test_kernels_and_the_limit_of_gpu_memory(tmp_path: Path, plan_file: Path, refused: Refused) -> None:

@@ -34,6 +34,7 @@ def main(arguments: list[str] | None = None, environment: Mapping[str, str] = os
     """Run this process's rank; returns the exit code: 0, 1 for a failed run, 2 for bad input. Rank 0 speaks."""
     options = _parse(arguments)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         world = _join(environment)
     except SpipeError as error:

@@ -261,7 +261,8 @@ class Handlers:
         losses = self.losses.pop(step, None)
         if losses:
             self.store.losses[step] = sum(float(loss) for loss in losses) / len(losses)
-        self.store.in_use[self.rank] = self.device.peak_bytes()[0], own_resident_bytes()
+        device_bytes = self.device.peak_bytes()[0] + self.transport.device_bytes
+        self.store.in_use[self.rank] = device_bytes, own_resident_bytes()
         self.settlement.validate(step)
 
     # Tokens, stage inputs, messages

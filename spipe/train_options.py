@@ -128,7 +128,7 @@ TRAIN_OPTIONS = (
     TrainOption("dropout", "number", "X", "Of what attention and feed-forward add; exact under recompute."),
     TrainOption("z_loss", "number", "X", "Times the squared log-sum-exp of the logits, added to the loss (1e-4, say)."),
     TrainOption("device", "text", "cpu|cuda", "Refuse to run unless the plan is for this device."),
-    TrainOption("transport", "text", "NAME", "auto, host, gloo (CPU) or nccl (CUDA)."),
+    TrainOption("transport", "text", "NAME", "auto, host, peer or nccl (CUDA), gloo (CPU)."),
     TrainOption("timeout_s", "positive", "S", "Give up if nothing completes for so long; default: 600."),
     TrainOption("trace_steps", "count", "N", "How many of the last steps go into trace.json; default: 25."),
     TrainOption("host_memory_gib", "positive", "GIB", "Memory of this machine, if it shows less than it has."),

@@ -180,7 +180,7 @@ def test_a_terminal_shows_a_bar(
         "3/4",
         "loss 1.2500, 512 tokens/s, HFU",
         "GPU 3.0 GiB, host 5.0 GiB, 1 skipped",
-        "2.5000",
+        "validation loss 2.5000",
     ):
         assert words in shown
     flops = plan.model.model_flops_per_token(plan.sequence, causal=True) * 4 / 3

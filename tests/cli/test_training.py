@@ -11,15 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 
 from spipe.cli.progress import hardware_flops_utilization, training_log
 from spipe.errors import SpipeError
 from spipe.hardware import load_hardware
 from spipe.memory import memory
-from spipe.model import load_model
+from spipe.model import ModelSpec, load_model
 from spipe.plan import Plan, make_plan
 from spipe.runtime.__main__ import main as run_rank
+from spipe.runtime.huggingface import parameter_shapes, write_model
+from spipe.runtime.tensor_file import TensorFile, TensorWriter
 from spipe.train_config import TrainConfig
 from spipe.train_options import TRAIN_OPTIONS
 
@@ -285,3 +288,59 @@ def test_kernels_and_the_limit_of_gpu_memory(tmp_path: Path, plan_file: Path, re
     ):
         assert message in refused(*start, *option)
     assert not (tmp_path / "run").exists()
+
+
+def model_folder(folder: Path, model: ModelSpec, changed: dict[str, tuple[int, ...]] | None = None) -> Path:
+    """A model folder of several shards, filled with a constant; some tensors get other shapes."""
+    folder.mkdir()
+    write_model(folder, model, "fp32", lambda name, out: out.fill_(0.01), shard_bytes=1 << 20)
+    if changed:
+        file = next(iter(sorted(folder.glob("*.safetensors"))))
+        shapes = {name: entry.shape for name, entry in TensorFile(file).entries.items()}
+        shapes |= {name: shape for name, shape in changed.items() if name in shapes}
+        with TensorWriter(file, {name: (torch.float32, shape) for name, shape in shapes.items()}) as writer:
+            for name, shape in shapes.items():
+                writer.write(name, torch.zeros(shape))
+    return folder
+
+
+def test_unfit_models_data_and_checkpoints_leave_nothing(
+    command: Command, refused: Refused, plan_file: Path, tmp_path: Path
+) -> None:
+    model = Plan.load(plan_file).model
+    assert isinstance(model, ModelSpec)
+    run = tmp_path / "run"
+    start = ["run", plan_file, "--steps", 4, "-o", run]
+    whole = model_folder(tmp_path / "whole", model)
+    shards = sorted(whole.glob("*.safetensors"))
+    assert len(shards) > 1
+    data = shards[0].read_bytes()
+    shards[0].write_bytes(data[:-100])
+    assert re.search(rf"{shards[0].name}.*(cut off|bytes)", refused(*start, "--from", whole))
+    shards[0].write_bytes(b"\xff" * 200)
+    assert shards[0].name in refused(*start, "--from", whole)
+    shards[0].unlink()
+    assert re.search(rf"1 of {len(shards)} shards are missing: {shards[0].name}", refused(*start, "--from", whole))
+    names = [name for name in parameter_shapes(model) if "layers.0" in name or "layers.1" in name]
+    wrong = model_folder(tmp_path / "wrong", model, dict.fromkeys(names, (3, 5)))
+    message = refused(*start, "--from", wrong)
+    assert re.search(r"\d+ of its tensors do not fit the model", message)
+    assert message.count("has the shape [3, 5], the model needs") == min(
+        10, int(re.findall(r"(\d+) of its", message)[0])
+    )
+    (tmp_path / "empty.txt").touch()
+    assert "empty.txt: the file is empty" in refused(*start, "--data", tmp_path / "empty.txt")
+    assert re.search("No such option.*--momentum", refused(*start, "--momentum", "0.9"))
+    assert "beta1 = 1.0 should be less than 1" in refused(*start, "--beta1", "1")
+    for value in ("0", "-1", "nan"):
+        assert "max_norm = " in refused(*start, "--max-norm", value)
+    assert not run.exists()
+
+    assert command(*start, "--checkpoint-every", 4).code == 0
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    other = Plan.load(plan_file).replace(model=model.replace(ffn_size=model.ffn_size + 16))
+    other.save(tmp_path / "other.json")
+    message = refused("run", tmp_path / "other.json", "--steps", 6, "-o", run, "--resume", "auto")
+    assert f"ffn_size = {model.ffn_size} there, {model.ffn_size + 16} in the plan" in message
+    assert "is of another model than the plan's" in message
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

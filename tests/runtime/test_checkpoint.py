@@ -180,9 +180,9 @@ def test_loading_takes_no_more_memory_than_running(small_plan: SmallPlan, tmp_pa
         peaks.append(result.summary["peak_resident_bytes"][0])
         if not number:
             export(tmp_path / "0", tmp_path / "model")
-    state_bytes = 16 * model.num_parameters()
-    assert state_bytes > 0.4 * peaks[0]  # or this test could not fail
-    assert max(peaks) <= 1.1 * peaks[0]
+    assert 4 * model.num_parameters() > 0.07 * peaks[0]  # a second copy of the weights alone would be seen
+    assert peaks[1] <= 1.05 * peaks[0]
+    assert peaks[2] <= 1.1 * peaks[0]
 
 
 @pytest.mark.parametrize(

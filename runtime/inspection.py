@@ -51,10 +51,8 @@ def describe(
     if tokens:
         batch = torch.from_numpy(Corpus.load(data, token_bytes).batch(0, 0, microbatch_size, sequence))
         x, target = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-    elif is_data_set(data):
-        x, target = pair_of(stacked(data, 0, 0, microbatch_size))
     else:
-        x, target = pair_of(data(0, 0))
+        x, target = _first_microbatch(data, microbatch_size)
     inputs, targets = (spec_of(what, tensor, microbatch_size) for what, tensor in (("input", x), ("target", target)))
     found = []
     with torch.random.fork_rng(devices=[]):
@@ -72,6 +70,25 @@ def describe(
         sequence=sequence,
         vocab_size=embedding.num_embeddings if embedding is not None and tokens else None,
     )
+
+
+def _first_microbatch(data: Any, microbatch_size: int) -> tuple[Tensor, Tensor]:
+    """Raises SpipeError unless the data give the same again, without the generator that layers draw from."""
+    state, found = torch.get_rng_state(), []
+    for _ in range(2):
+        batch = stacked(data, 0, 0, microbatch_size) if is_data_set(data) else data(0, 0)
+        found.append(pair_of(batch))
+    if not all(torch.equal(a, b) for a, b in zip(*found, strict=True)):
+        raise SpipeError(
+            "the data are others when they are asked for again; ranks ask more than once: what is random has to be a "
+            "function of the item, or of step and microbatch"
+        )
+    if not torch.equal(torch.get_rng_state(), state):
+        raise SpipeError(
+            "the data draw from PyTorch's default generator, which layers draw from at the same time; use a "
+            "torch.Generator of their own, seeded by the item, or by step and microbatch"
+        )
+    return found[0]
 
 
 def check_modules(layers: Sequence[nn.Module]) -> None:
@@ -160,7 +177,8 @@ class _Probe:
         self.spec = LayerSpec(
             name=type(layer).__name__,
             parameters={name: tuple(p.shape) for name, p in parameters.items()},
-            frozen=tuple(name for name in parameters if name not in trained or name in unused),
+            frozen=tuple(name for name in parameters if name not in trained),
+            unused=tuple(name for name in parameters if name in unused),
             output=(shape[0] // num_items, *shape[1:]) if shape else (),
             forward_flops=counter.get_total_flops() / num_items,
             saved_elements=sum(saved.values()) / num_items,

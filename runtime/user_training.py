@@ -104,7 +104,7 @@ def _check_described(layers: Sequence[nn.Module], plan: Plan) -> None:
     for i, (layer, spec) in enumerate(zip(layers, model.layers, strict=True)):
         shapes = {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
         frozen = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
-        if shapes != spec.parameters or not frozen <= set(spec.frozen):
+        if shapes != spec.parameters or frozen != set(spec.frozen):
             raise SpipeError(
                 f"layer {i} ({type(layer).__name__}): parameters {_listed(shapes, frozen)}, in the plan "
                 f"{_listed(spec.parameters, set(spec.frozen))}; describe the layers and plan again"

@@ -26,7 +26,9 @@ class LayerSpec(Spec):
     parameters: dict[str, Shape]
     """Name inside the layer -> shape, in the order of the parameter store."""
     frozen: tuple[str, ...] = ()
-    """Parameters that are not trained: ``requires_grad`` is off, or no gradient reaches them."""
+    """Parameters with ``requires_grad`` off: not trained."""
+    unused: tuple[str, ...] = ()
+    """Parameters that no gradient reaches: not trained either."""
     output: Shape
     """Shape of the output for one item."""
     forward_flops: NonNegative
@@ -37,6 +39,12 @@ class LayerSpec(Spec):
     @property
     def num_parameters(self) -> int:
         return sum(map(math.prod, self.parameters.values()))
+
+    @property
+    def trained(self) -> dict[str, Shape]:
+        """Parameters that are trained."""
+        left_out = {*self.frozen, *self.unused}
+        return {name: shape for name, shape in self.parameters.items() if name not in left_out}
 
 
 class LayerListSpec(Spec):
@@ -54,10 +62,10 @@ class LayerListSpec(Spec):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for i, layer in enumerate(self.layers):
-            unknown = [name for name in layer.frozen if name not in layer.parameters]
+            unknown = [name for name in (*layer.frozen, *layer.unused) if name not in layer.parameters]
             if unknown:
                 raise ValueError(f"layer {i}: frozen parameters {', '.join(unknown)} are not among its parameters")
-        if not any(layer.parameters.keys() - set(layer.frozen) for layer in self.layers):
+        if not any(layer.trained for layer in self.layers):
             raise ValueError("no parameter is trained; at least one has to have requires_grad and reach the loss")
         return self
 
@@ -117,7 +125,8 @@ class LayerListSpec(Spec):
 
     def frozen_parameters(self, kind: str) -> frozenset[str]:
         """Names of parameters that are not trained."""
-        return frozenset(self._layer(kind).frozen)
+        layer = self._layer(kind)
+        return frozenset({*layer.frozen, *layer.unused})
 
     def frozen_layers(self) -> frozenset[int]:
         """Layers with nothing to train: fetched, never stepped."""
@@ -129,8 +138,7 @@ class LayerListSpec(Spec):
 
     def layer_num_trained(self, kind: str) -> int:
         """Parameters of a layer that are trained."""
-        layer = self._layer(kind)
-        return sum(math.prod(shape) for name, shape in layer.parameters.items() if name not in layer.frozen)
+        return sum(map(math.prod, self._layer(kind).trained.values()))
 
     def num_parameters(self) -> int:
         return sum(layer.num_parameters for layer in self.layers)

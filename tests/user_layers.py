@@ -101,6 +101,17 @@ def same_size(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
     return torch.ones(3, 4), torch.zeros(3, 4)
 
 
+def drawing(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    """Another microbatch every time."""
+    return torch.randn(3, 4), torch.zeros(3, 4)
+
+
+def seeding(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    """The same microbatch, from a generator that is not its own."""
+    torch.manual_seed(step)
+    return torch.randn(3, 4), torch.zeros(3, 4)
+
+
 class Digits(torch.utils.data.Dataset[tuple[Tensor, int]]):
     """Ten small pictures of stripes."""
 

@@ -227,6 +227,8 @@ def test_layers_that_cannot_be_trained_are_named(make: Callable[[], Any], messag
         (nn.MSELoss(), 5, "data is a int"),
         (nn.MSELoss(), user.Digits, "data is a type"),
         (nn.MSELoss(), [], "the data set is empty"),
+        (nn.MSELoss(), user.drawing, "the data are others when they are asked for again"),
+        (nn.MSELoss(), user.seeding, "the data draw from PyTorch's default generator"),
         (nn.MSELoss(), "missing.bin", "missing.bin: cannot read"),
     ],
 )
@@ -249,7 +251,11 @@ def test_layers_and_plan_have_to_be_of_one_kind(tmp_path: Path, small_plan: Call
     refused("the plan is for the built-in model", plan=small_plan())
     refused("there are 2 layers, the plan has 3", layers[:2])
     refused(r"layer 0 \(Linear\): parameters weight \[9, 4\], bias \[9\], in the plan", [nn.Linear(4, 9), *layers[1:]])
-    refused(r"weight \[8, 4\] \(frozen\)", [nn.Linear(4, 8).requires_grad_(False), *layers[1:]])
+    half = [nn.Linear(4, 8).requires_grad_(False), *layers[1:]]
+    refused(r"weight \[8, 4\] \(frozen\)", half)
+    refused(
+        r"in the plan weight \[8, 4\] \(frozen\), bias", plan=plan_for(half, nn.MSELoss(), user.points, 1, size=3)
+    )  # described frozen, trained now
     refused("layers and loss cannot be sent to the ranks", loss=lambda y, t: (y - t).square().mean())
     with pytest.raises(SpipeError, match="validation is for data sets"):
         train(layers, nn.MSELoss(), None, plan, steps=1, output=tmp_path / "run", validation=user.points)

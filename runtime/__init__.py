@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spipe.runtime.failure import RunFailedError as RunFailedError
+    from spipe.runtime.inspection import describe as describe
     from spipe.runtime.launch import RankProcesses as RankProcesses
     from spipe.runtime.training import RunResult as RunResult
     from spipe.runtime.training import run as run
+    from spipe.runtime.user_training import train as train
 
 _HOME = {
     "run": "spipe.runtime.training",
+    "train": "spipe.runtime.user_training",
+    "describe": "spipe.runtime.inspection",
     "RunResult": "spipe.runtime.training",
     "RankProcesses": "spipe.runtime.launch",
     "RunFailedError": "spipe.runtime.failure",

@@ -14,6 +14,8 @@ from typing import Any
 
 from spipe.errors import SpipeError
 from spipe.plan import Plan
+from spipe.train_config import TrainConfig
+from spipe.train_options import TRAIN_OPTIONS
 
 EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
@@ -44,73 +46,34 @@ def main(arguments: list[str] | None = None, environment: Mapping[str, str] = os
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Texts as they came: they are read where only one rank speaks."""
     parser = argparse.ArgumentParser(prog="python -m spipe.runtime", description="Run one rank of a plan.")
-    parser.add_argument("plan", type=Path, help="plan.json")
-    parser.add_argument("--steps", required=True, help="training steps, those before a checkpoint included")
-    parser.add_argument(
-        "--data", type=Path, help="file (its bytes) or folder (its text files); default: Python's documentation"
-    )
-    parser.add_argument("-o", "--output", type=Path, required=True, help="new run directory")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json for text; default: bytes")
-    parser.add_argument("--token-bytes", help="bytes of a token in a .bin file, 2 or 4; default: by the vocabulary")
-    parser.add_argument("--validation-fraction", default=0.0, help="part of the data that is for evaluation only")
-    parser.add_argument("--evaluate-every", help="steps between evaluations")
-    parser.add_argument("--checkpoint-every", help="steps between checkpoints; then signals save and end the run, too")
-    parser.add_argument("--keep", help="newest checkpoints that are kept; default: all")
-    parser.add_argument("--resume", help="checkpoint or run directory to go on from; auto: the output's newest, if any")
-    parser.add_argument("--from", dest="model_folder", type=Path, help="Hugging Face model folder to start from")
+    parser.add_argument("plan", nargs="?", help="plan.json")
+    parser.add_argument("--config", type=Path, metavar="TOML", help="options from a file, by the names they have here")
+    for option in TRAIN_OPTIONS:
+        names = [name for name in (option.short, option.spelling) if name]
+        if option.kind == "flag":
+            action = argparse.BooleanOptionalAction
+            parser.add_argument(*names, dest=option.name, action=action, default=None, help=option.help)
+        else:
+            parser.add_argument(*names, dest=option.name, metavar=option.metavar, help=option.help)
     parser.add_argument("--force", action="store_true", help="replace a run that is in the output directory")
-    parser.add_argument("--transport", default="auto", help="auto, host, peer, gloo or nccl")
-    parser.add_argument("--timeout-s", default=600.0, help="give up if nothing completes for so long")
-    parser.add_argument("--trace-steps", default=25, help="last steps that go into the trace")
-    parser.add_argument("--host-memory-bytes", help="memory of this host, if it shows less than it has")
     parser.add_argument("--dump-state", type=Path, help="file for weights, masters and moments after the last step")
     return parser.parse_args(arguments)
 
 
-def _whole(name: str, value: str | int, minimum: int = 1) -> int:
-    """Numbers are read where only one rank speaks, not while parsing."""
-    try:
-        number = int(value)
-    except ValueError:
-        number = minimum - 1
-    if number < minimum:
-        raise SpipeError(f"--{name} {value} is not a whole number of at least {minimum}")
-    return number
-
-
-def _seconds(name: str, value: str | float) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = 0.0
-    if not number > 0:
-        raise SpipeError(f"--{name} {value} is not a positive number of seconds")
-    return number
-
-
-def _fraction(name: str, value: str | float) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < 1:
-        raise SpipeError(f"--{name} {value} is not a number of at least 0 and below 1")
-    return number
-
-
-def _numbers(options: argparse.Namespace) -> dict[str, Any]:
-    memory = options.host_memory_bytes
-    counts = ("token_bytes", "evaluate_every", "checkpoint_every", "keep")
-    given = {name: getattr(options, name) for name in counts}
-    return {
-        **{name: None if v is None else _whole(name.replace("_", "-"), v) for name, v in given.items()},
-        "validation_fraction": _fraction("validation-fraction", options.validation_fraction),
-        "steps": _whole("steps", options.steps),
-        "trace_steps": _whole("trace-steps", options.trace_steps),
-        "timeout_s": _seconds("timeout-s", options.timeout_s),
-        "host_memory_bytes": None if memory is None else _whole("host-memory-bytes", memory),
-    }
+def _config(options: argparse.Namespace) -> TrainConfig:
+    values: dict[str, Any] = {"plan": options.plan}
+    for option in TRAIN_OPTIONS:
+        text = getattr(options, option.name)
+        try:
+            values[option.name] = None if text is None else option.parse(text)
+        except ValueError as error:
+            raise SpipeError(f"{option.spelling} {error}") from None
+    config = TrainConfig.load(options.config, values)
+    if config.tensorboard or config.wandb:
+        raise SpipeError("tensorboard and wandb are written by `spipe run`; leave them out under a launcher")
+    return config
 
 
 def _join(environment: Mapping[str, str]) -> World | None:
@@ -153,22 +116,17 @@ def _require_one_host(size: int, local_size: int, rank: int) -> None:
         raise SpipeError(message)
 
 
-def _job(options: argparse.Namespace, plan: Plan) -> Any:
-    from spipe.runtime.job import Job
-    from spipe.runtime.training import resolve_resume, starts_over
+def _job(options: argparse.Namespace) -> tuple[Any, TrainConfig]:
+    from spipe.runtime.training import job_of
 
-    return Job(
-        plan=plan,
-        output=options.output,
-        data=options.data,
-        tokenizer=options.tokenizer,
-        resume=resolve_resume(options.resume, options.output),
-        model_folder=options.model_folder,
-        overwrite=options.force or starts_over(options.resume, options.output),
-        transport=options.transport,
-        dump_state=options.dump_state,
-        **_numbers(options),
-    )
+    config = _config(options)
+    plan = config.apply(_load_plan(config))
+    return job_of(plan, **config.run_arguments(), overwrite=options.force, dump_state=options.dump_state), config
+
+
+def _load_plan(config: TrainConfig) -> Plan:
+    path = Path(config.plan)
+    return Plan.load(path / "plan.json" if path.is_dir() else path)
 
 
 def _run_rank(options: argparse.Namespace, world: World) -> int:
@@ -179,13 +137,13 @@ def _run_rank(options: argparse.Namespace, world: World) -> int:
 
     if world.rank == 0:
         try:
-            job = _job(options, Plan.load(options.plan))
+            job, config = _job(options)
             if job.num_ranks != world.size:
                 raise SpipeError(
-                    f"{options.plan} is for {job.num_ranks} ranks, but {world.size} were started; start as many "
+                    f"{config.plan} is for {job.num_ranks} ranks, but {world.size} were started; start as many "
                     "processes as the plan has ranks"
                 )
-            prepare(job)
+            prepare(job, config.files())
         except SpipeError as error:
             print(f"spipe: {error}", file=sys.stderr, flush=True)
             world.rendezvous.set("checked", "bad")
@@ -198,7 +156,7 @@ def _run_rank(options: argparse.Namespace, world: World) -> int:
         world.rendezvous.set(f"heard{world.rank}", "")
         if checked != b"good":
             return EXIT_USER
-        job = _job(options, Plan.load(options.plan))
+        job, _ = _job(options)
     try:
         with StopSignals(job.saves) as stop:
             run_rank(job, world.rank, world.rendezvous, _report, stop)
@@ -229,17 +187,13 @@ def _run_locally(options: argparse.Namespace) -> int:
     from spipe.runtime.training import run
 
     try:
+        config = _config(options)
         run(
-            Plan.load(options.plan),
-            output=options.output,
-            data=options.data,
-            tokenizer=options.tokenizer,
-            resume=options.resume,
-            model_folder=options.model_folder,
+            config.apply(_load_plan(config)),
+            **config.run_arguments(),
             overwrite=options.force,
-            transport=options.transport,
             dump_state=options.dump_state,
-            **_numbers(options),
+            files=config.files(),
             log=_report,
         )
     except SpipeError as error:

@@ -15,18 +15,19 @@ from spipe.plan import Plan
 from spipe.program import Program
 from spipe.runtime.devices import Device
 from spipe.runtime.region import DTYPES, private_memory
-from spipe.runtime.store import ParameterTable
+from spipe.runtime.store import ParameterTable, Store
 
 LayerViews = list[dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class TokenSlot:
-    """Inputs and labels of one microbatch, (b, s) int64 each, on the device, and where they are put together."""
+    """Inputs and labels of one microbatch on the device (token ids: (b, s) int64 each), and where they are put
+    together."""
 
     inputs: torch.Tensor
     labels: torch.Tensor
-    staging: torch.Tensor
+    staging: tuple[torch.Tensor, ...]
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (self.inputs, self.labels)
@@ -35,10 +36,12 @@ class TokenSlot:
 class Buffers:
     """Everything a rank's ops write on the device, except the temporaries of compute ops."""
 
-    def __init__(self, plan: Plan, program: Program, rank: int, table: ParameterTable, device: Device) -> None:
-        self.plan, self.program, self.table, self.device = plan, program, table, device
+    def __init__(self, plan: Plan, program: Program, rank: int, store: Store, device: Device) -> None:
+        self.plan, self.program, self.device = plan, program, device
+        self.table, self.trained = store.table, store.trained
         self.dtype, self.gradient_dtype = DTYPES[plan.precision], DTYPES[plan.gradient_dtype]
-        self.boundary_shape = (plan.microbatch_size, plan.sequence, plan.model.hidden_size)
+        num_bytes = plan.model.boundary_bytes(plan.microbatch_size, plan.sequence, self.dtype.itemsize)
+        self.boundary_elements = num_bytes // self.dtype.itemsize
         weight_elements: dict[int, int] = defaultdict(int)
         slab_elements: dict[int, int] = defaultdict(int)
         self.residency_slot: dict[int, int] = {}
@@ -51,13 +54,13 @@ class Buffers:
                 self.residency_slot[program.visit[i]] = slot
                 weight_elements[slot] = max(weight_elements[slot], self.num_elements(program.stage[i]))
             elif kind == Kind.OFFLOAD_GRAD:
-                slab_elements[slot] = max(slab_elements[slot], self.num_elements(program.stage[i]))
+                slab_elements[slot] = max(slab_elements[slot], self.num_gradients(program.stage[i]))
             elif kind == Kind.LOAD_TOKENS and (program.stage[i], slot) not in self.tokens:
                 self.tokens[program.stage[i], slot] = self._token_slot()
             elif self.inbox_key(i) is not None and self.inbox_key(i) not in self.inbox:
                 key = self.inbox_key(i)
                 assert key is not None
-                self.inbox[key] = self._flat(self._boundary_elements(), self.dtype).view(self.boundary_shape)
+                self.inbox[key] = self._flat(self.boundary_elements, self.dtype)
         self.weight_slots = {slot: self._flat(count, self.dtype) for slot, count in weight_elements.items()}
         self.slabs = {slot: self._flat(count, self.gradient_dtype) for slot, count in slab_elements.items()}
         self._leaves: dict[tuple[int, range], LayerViews] = {}
@@ -66,6 +69,11 @@ class Buffers:
     def num_elements(self, stage: int) -> int:
         """Elements of a stage's parameters, with padding."""
         first, stop = self.table.span(self.program.layers(stage))
+        return stop - first
+
+    def num_gradients(self, stage: int) -> int:
+        """Elements of a stage's gradients, with padding."""
+        first, stop = self.trained.span(self.program.layers(stage))
         return stop - first
 
     def inbox_key(self, i: int) -> tuple[int, ...] | None:
@@ -80,33 +88,32 @@ class Buffers:
         return None
 
     def leaves(self, slot: int, layers: range) -> LayerViews:
-        """Weights of neighbouring layers in a weight slot: per layer, name -> leaf that autograd differentiates by."""
+        """Weights of neighbouring layers in a weight slot: per layer, name -> leaf of autograd.
+
+        Those that are trained require gradients, in the order of ``gradients``.
+        """
         if (slot, layers) not in self._leaves:
-            views = self._views(self.weight_slots[slot], layers)
+            views = self._views(self.weight_slots[slot], self.table, layers)
+            trained = [{p.name for p in self.trained.layers[layer]} for layer in layers]
             self._leaves[slot, layers] = [
-                {name: view.detach().requires_grad_() for name, view in layer.items()} for layer in views
+                {name: view.detach().requires_grad_(name in names) for name, view in layer.items()}
+                for layer, names in zip(views, trained, strict=True)
             ]
         return self._leaves[slot, layers]
 
     def gradients(self, slot: int, layers: range) -> LayerViews:
-        """Gradients of neighbouring layers in a slab, shaped like ``leaves``."""
+        """Gradients of neighbouring layers in a slab, shaped like their weights."""
         if (slot, layers) not in self._gradients:
-            self._gradients[slot, layers] = self._views(self.slabs[slot], layers)
+            self._gradients[slot, layers] = self._views(self.slabs[slot], self.trained, layers)
         return self._gradients[slot, layers]
 
-    def _views(self, flat: torch.Tensor, layers: range) -> LayerViews:
-        origin = self.table.bounds[layers.start]
+    @staticmethod
+    def _views(flat: torch.Tensor, table: ParameterTable, layers: range) -> LayerViews:
+        origin = table.bounds[layers.start]
         return [
-            {
-                p.name: flat[p.first - origin : p.first - origin + p.count].view(p.shape)
-                for p in self.table.layers[layer]
-            }
+            {p.name: flat[p.first - origin : p.first - origin + p.count].view(p.shape) for p in table.layers[layer]}
             for layer in layers
         ]
-
-    def _boundary_elements(self) -> int:
-        b, s, h = self.boundary_shape
-        return b * s * h
 
     def _flat(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         # zeros, not empty: what lies between aligned parameters is copied along and has to be defined.
@@ -116,7 +123,12 @@ class Buffers:
         return torch.zeros(num_elements, dtype=dtype, device=self.device.device)
 
     def _token_slot(self) -> TokenSlot:
-        shape = (self.plan.microbatch_size, self.plan.sequence)
-        on_gpu = self.device.device.type != "cpu"
-        inputs, labels = (torch.zeros(shape, dtype=torch.int64, device=self.device.device) for _ in range(2))
-        return TokenSlot(inputs, labels, torch.zeros((2, *shape), dtype=torch.int64, pin_memory=on_gpu))
+        plan, on_gpu = self.plan, self.device.device.type != "cpu"
+        specs = plan.model.input_tensors(plan.microbatch_size, plan.sequence)
+        kinds = [
+            (spec.shape_of(plan.microbatch_size), self.dtype if spec.dtype == "float" else getattr(torch, spec.dtype))
+            for spec in specs
+        ]
+        inputs, labels = (torch.zeros(shape, dtype=dtype, device=self.device.device) for shape, dtype in kinds)
+        staging = tuple(torch.zeros(shape, dtype=dtype, pin_memory=on_gpu) for shape, dtype in kinds)
+        return TokenSlot(inputs, labels, staging)

@@ -22,9 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 import spipe
 from spipe._native import AbortedError
 from spipe.errors import SpipeError
+from spipe.layer_list import Model
 from spipe.model import ModelSpec
 from spipe.plan import Plan
 from spipe.runtime import huggingface
@@ -66,7 +69,7 @@ class Checkpoint:
 
     folder: Path
     position: Position
-    model: ModelSpec
+    model: Model
     precision: str
     seed: int
     data: str
@@ -80,7 +83,7 @@ class Checkpoint:
             if state["format"] != FORMAT:
                 raise SpipeError(f"{file}: format {state['format']!r}; this version reads {FORMAT}")
             fields = {key: state[key] for key in ("step", "sequences", "loss_scale", "num_updates", "good_steps")}
-            model = ModelSpec.model_validate(state["model"])
+            model = TypeAdapter(Model).validate_python(state["model"])
             return cls(folder, Position(**fields), model, state["precision"], state["seed"], state["data"])
         except OSError as error:
             raise SpipeError(f"{file}: cannot read the checkpoint ({error.strerror})") from None
@@ -97,10 +100,11 @@ class Checkpoint:
                 f"{self.folder} was trained with seed {self.seed}, the plan has {plan.seed}, so the order of the data "
                 f"would change; use a plan with seed {self.seed}"
             )
-        files = self.files()
+        files = self.files() | self.weight_files()
         problems = []
+        frozen = _frozen_names(plan.model)
         for name, shape in huggingface.parameter_shapes(plan.model).items():
-            for key in (f"{kind}.{name}" for kind in STATES):
+            for key in [name] if name in frozen else [f"{kind}.{name}" for kind in STATES]:
                 if key not in files:
                     problems.append(f"{key} is missing")
                 elif (found := files[key].entries[key].shape) != shape:
@@ -111,6 +115,20 @@ class Checkpoint:
         """The file of every master and moment."""
         files = [TensorFile(path) for path in sorted(self.folder.glob("optimizer-*.safetensors"))]
         return {name: file for file in files for name in file.entries}
+
+    def weight_files(self) -> dict[str, TensorFile]:
+        """The file of every weight."""
+        files = [TensorFile(path) for path in sorted(self.folder.glob("model*.safetensors"))]
+        return {name: file for file in files for name in file.entries}
+
+
+def _frozen_names(model: Model) -> set[str]:
+    kinds = [model.layer_kind(i) for i in range(model.num_total_layers)]
+    return {
+        huggingface.parameter_name(model, i, name)
+        for i, kind in enumerate(kinds)
+        for name in model.frozen_parameters(kind)
+    }
 
 
 def find_checkpoints(run_folder: Path) -> list[Path]:
@@ -130,9 +148,13 @@ def find_checkpoint(path: Path) -> Path:
     return found[-1]
 
 
-def load_state(folder: Path, model: ModelSpec, masters: "MasterState", store: "Store") -> None:
+def load_state(folder: Path, model: Model, masters: "MasterState", store: "Store") -> None:
     """Fill a rank's masters and moments, and its weights, which are the masters rounded."""
-    files = Checkpoint.load(folder).files()
+    checkpoint = Checkpoint.load(folder)
+    files, weights = checkpoint.files(), checkpoint.weight_files() if masters.frozen else {}
+    for parameter in masters.frozen:
+        name = huggingface.parameter_name(model, parameter.layer, parameter.name)
+        weights[name].read_into(name, store.weight(parameter).view(parameter.shape))
     for parameter in masters.parameters:
         name = huggingface.parameter_name(model, parameter.layer, parameter.name)
         with masters.filling(parameter, store) as state:
@@ -146,6 +168,16 @@ def load_model(folder: Path, model: ModelSpec, masters: "MasterState", store: "S
     for parameter in masters.parameters:
         with masters.filling(parameter, store) as (master, _, _):
             source.read_into(huggingface.parameter_name(model, parameter.layer, parameter.name), master)
+
+
+def load_weights(file: Path, masters: "MasterState", store: "Store") -> None:
+    """Fill a rank's masters and weights from a file with the names of a list of layers; moments stay zero."""
+    source = TensorFile(file)
+    for parameter in masters.frozen:
+        source.read_into(parameter.label, store.weight(parameter).view(parameter.shape))
+    for parameter in masters.parameters:
+        with masters.filling(parameter, store) as (master, _, _):
+            source.read_into(parameter.label, master)
 
 
 class Saver:
@@ -213,23 +245,28 @@ class Saver:
         self._folder = self.root / f".step-{position.step:08d}"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writers: list[TensorWriter] = []
-        if not buckets:
+        frozen, trained = self.masters.frozen, [p for bucket in buckets.values() for p in bucket]
+        if not buckets and not frozen:
             return
-        model, parameters = self.job.plan.model, [p for bucket in buckets.values() for p in bucket]
-        named = sorted((p.first, huggingface.parameter_name(model, p.layer, p.name), p) for p in parameters)
-        dtype = DTYPES[self.job.plan.precision]
-        weights = {name: (dtype, p.shape) for _, name, p in named}
-        fp32 = DTYPES["fp32"]
-        states = {f"{kind}.{name}": (fp32, p.shape) for kind in STATES for _, name, p in named}
+        dtype, fp32 = DTYPES[self.job.plan.precision], DTYPES["fp32"]
+        in_order = sorted((*trained, *frozen), key=lambda p: (p.layer, p.first))
+        weights = {self._name(p): (dtype, p.shape) for p in in_order}
+        in_order = sorted(trained, key=lambda p: p.first)
+        states = {f"{kind}.{self._name(p)}": (fp32, p.shape) for kind in STATES for p in in_order}
         self._writers = [
             TensorWriter(self._folder / _file_name("model", self.rank, self.job.num_ranks), weights),
             TensorWriter(self._folder / _file_name("optimizer", self.rank, self.job.num_ranks), states),
         ]
+        for parameter in frozen:
+            self._writers[0].write(self._name(parameter), self.store.weight(parameter))
+
+    def _name(self, parameter: "Parameter") -> str:
+        return huggingface.parameter_name(self.job.plan.model, parameter.layer, parameter.name)
 
     def _write(self, bucket: Bucket) -> None:
         model_file, state_file = self._writers
         for parameter in self._buckets[bucket]:
-            name = huggingface.parameter_name(self.job.plan.model, parameter.layer, parameter.name)
+            name = self._name(parameter)
             model_file.write(name, self.masters.weight_of(parameter, self.store).cpu())
             for kind, tensor in zip(STATES, self.masters.of(parameter), strict=True):
                 state_file.write(f"{kind}.{name}", tensor.cpu())
@@ -282,9 +319,9 @@ class Saver:
             if (name := huggingface.parameter_name(plan.model, layer, short)) in shapes
         }
         huggingface.write_index(folder, shapes, DTYPES[plan.precision], weight_map)
-        original = original_config(self.job.output)
-        config = huggingface.config_of(plan.model, plan.precision, original)
-        write_text(folder / huggingface.CONFIG, json.dumps(config, indent=2) + "\n")
+        if isinstance(plan.model, ModelSpec):
+            config = huggingface.config_of(plan.model, plan.precision, original_config(self.job.output))
+            write_text(folder / huggingface.CONFIG, json.dumps(config, indent=2) + "\n")
         huggingface.copy_extras(self.job.output / MODEL_FOLDER, folder)
         state = {
             "format": FORMAT,
@@ -322,7 +359,7 @@ def export(source: Path, target: Path, precision: str | None = None) -> None:
         SpipeError: if there is no whole checkpoint, transformers has no such model, or ``target`` exists.
     """
     checkpoint = Checkpoint.load(find_checkpoint(source))
-    huggingface.check_exportable(checkpoint.model)
+    model = huggingface.check_exportable(checkpoint.model)
     if target.exists():
         raise SpipeError(f"{target} exists; give the name of a new folder")
     files = checkpoint.files()
@@ -333,7 +370,7 @@ def export(source: Path, target: Path, precision: str | None = None) -> None:
         original = json.loads((checkpoint.folder / huggingface.CONFIG).read_text())
         huggingface.write_model(
             temporary,
-            checkpoint.model,
+            model,
             precision or checkpoint.precision,
             lambda name, out: files[f"master.{name}"].read_into(f"master.{name}", out),
             original=original,

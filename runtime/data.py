@@ -10,10 +10,12 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from spipe.errors import SpipeError
 from spipe.plan import Plan
@@ -109,21 +111,24 @@ class Corpus:
         Shape (num_sequences, sequence + 1): inputs are [:, :-1], labels [:, 1:].
         """
         count = self.num_sequences(sequence)
-        numbers = np.arange(first, first + num_sequences, dtype=np.uint64)
-        epochs, places = numbers // np.uint64(count), numbers % np.uint64(count)
         starts = np.empty(num_sequences, dtype=np.int64)
-        for epoch in np.unique(epochs):
-            key = _mixed(np.array([_mixed(np.array([seed % 2**64], np.uint64))[0] ^ epoch], np.uint64))[0]
+        for chosen, key, places in _by_epoch(seed, first, num_sequences, count):
             offset = int(key) % (len(self.tokens) - count * sequence)
-            chosen = epochs == epoch
-            starts[chosen] = _shuffled(places[chosen], count, key).astype(np.int64) * sequence + offset
+            starts[chosen] = places * sequence + offset
         batch: NDArray[np.int64] = self.tokens[starts[:, None] + np.arange(sequence + 1)].astype(np.int64)
         return batch
 
 
+class Feed(Protocol):
+    """The microbatches of a run: a function of step and number, the same on every rank."""
+
+    def tensors(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of one microbatch; steps count from the start of this run."""
+
+
 @dataclass(frozen=True)
-class Feed:
-    """The microbatches of a run that starts after ``position`` sequences."""
+class TokenFeed:
+    """Microbatches of tokens for a run that starts after ``position`` sequences."""
 
     plan: Plan
     corpus: Corpus
@@ -134,6 +139,46 @@ class Feed:
         plan = self.plan
         first = self.position + step * plan.global_batch + microbatch * plan.microbatch_size
         return self.corpus.batch(plan.seed, first, plan.microbatch_size, plan.sequence)
+
+    def tensors(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels, (b, s) int64 each."""
+        batch = torch.from_numpy(self.batch(step, microbatch))
+        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+
+
+@dataclass(frozen=True)
+class ValidationFeed:
+    """The first microbatches of the validation text, in one order for good."""
+
+    plan: Plan
+    corpus: Corpus
+
+    def tensors(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels, (b, s) int64 each; whatever the step."""
+        size = self.plan.microbatch_size
+        batch = torch.from_numpy(self.corpus.batch(0, microbatch * size, size, self.plan.sequence))
+        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+
+
+def shuffled(seed: int, first: int, num_wanted: int, count: int) -> NDArray[np.int64]:
+    """Which of ``count`` items come as numbers ``first`` to ``first + num_wanted`` of a training, counted through its
+    epochs; every epoch has all of them once, in an order of its own."""
+    items = np.empty(num_wanted, dtype=np.int64)
+    for chosen, _, places in _by_epoch(seed, first, num_wanted, count):
+        items[chosen] = places
+    return items
+
+
+def _by_epoch(
+    seed: int, first: int, num_wanted: int, count: int
+) -> Iterator[tuple[NDArray[np.bool_], np.uint64, NDArray[np.int64]]]:
+    """Per epoch: which of the wanted numbers are in it, its key, and the items that they are."""
+    numbers = np.arange(first, first + num_wanted, dtype=np.uint64)
+    epochs, places = numbers // np.uint64(count), numbers % np.uint64(count)
+    for epoch in np.unique(epochs):
+        key = _mixed(np.array([_mixed(np.array([seed % 2**64], np.uint64))[0] ^ epoch], np.uint64))[0]
+        chosen = epochs == epoch
+        yield chosen, key, _shuffled(places[chosen], count, key).astype(np.int64)
 
 
 def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

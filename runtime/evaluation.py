@@ -8,25 +8,25 @@ from collections.abc import Iterator
 
 import torch
 
-from spipe.model import ModelSpec
+from spipe.layer_list import Model
 from spipe.plan import Plan
-from spipe.runtime import layers
-from spipe.runtime.data import Corpus
+from spipe.runtime.data import Feed
+from spipe.runtime.network import Network
+from spipe.runtime.region import DTYPES
 from spipe.runtime.store import ParameterTable, Store
 
 
 class Evaluation:
     """One rank's share: batches ``rank``, ``rank + num_ranks``, ... of ``num_batches`` microbatches of the plan."""
 
-    def __init__(
-        self, plan: Plan, rank: int, store: Store, device: torch.device, corpus: Corpus, rotary: layers.RotaryTable
-    ) -> None:
-        self.plan, self.store, self.device, self.rotary = plan, store, device, rotary
+    def __init__(self, plan: Plan, rank: int, store: Store, device: torch.device, feed: Feed, network: Network) -> None:
+        self.plan, self.store, self.device, self.network = plan, store, device, network
         num_batches = store.evaluations.shape[1]
         self.numbers = range(rank, num_batches, plan.layout.num_ranks)
-        size = plan.microbatch_size
+        dtype = DTYPES[plan.precision]
         self.batches = [
-            torch.from_numpy(corpus.batch(0, number * size, size, plan.sequence)).to(device) for number in self.numbers
+            [t.to(device, dtype if t.is_floating_point() else t.dtype) for t in feed.tensors(0, number)]
+            for number in self.numbers
         ]
 
     def run(self, row: int) -> None:
@@ -34,25 +34,19 @@ class Evaluation:
         if not self.batches:
             return
         model, table = self.plan.model, self.store.table
-        activations = [batch[:, :-1] for batch in self.batches]
+        activations = [inputs for inputs, _ in self.batches]
         with torch.no_grad():
             for layer, parameters in layer_parameters(model, table, self.store.weights):
                 on_device = {name: weight.to(self.device) for name, weight in parameters.items()}
-                kind = model.layer_kind(layer)
-                for number, x in enumerate(activations):
-                    if kind == "embedding":
-                        y = layers.embedding(on_device, x.contiguous())
-                    elif kind == "block":
-                        y = layers.block(on_device, x, model, self.rotary)
-                    else:
-                        y = layers.head(on_device, x, self.batches[number][:, 1:].contiguous(), model)
-                    activations[number] = y
+                for number, (_, target) in enumerate(self.batches):
+                    activations[number] = self.network(layer, on_device, activations[number], target, None)
+                del on_device  # before the next layer's are there
         for number, loss in zip(self.numbers, activations, strict=True):
             self.store.evaluations[row, number] = float(loss)
 
 
 def layer_parameters(
-    model: ModelSpec, table: ParameterTable, weights: torch.Tensor
+    model: Model, table: ParameterTable, weights: torch.Tensor
 ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
     """Every layer with views of its weights, from the bottom up; a tied head has the embedding's."""
     for layer in range(model.num_total_layers):

@@ -4,6 +4,7 @@ The program says when; a handler only does. What travels between ops of one rank
 consumer: ("activation" | "stage input" | "gradient", stage number, microbatch).
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -12,14 +13,14 @@ import torch
 from spipe.ops import Kind
 from spipe.plan import Plan
 from spipe.program import Program
-from spipe.runtime import layers
 from spipe.runtime.buffers import Buffers
 from spipe.runtime.data import Feed
 from spipe.runtime.devices import Device
 from spipe.runtime.hooks import TestHooks
-from spipe.runtime.region import DTYPES
+from spipe.runtime.network import Network, draw_seed
 from spipe.runtime.settlement import LayerState, Settlement
 from spipe.runtime.store import Store
+from spipe.runtime.system import own_resident_bytes
 from spipe.runtime.transports import Transport
 
 Handler = Callable[[int, int], str | None]
@@ -41,16 +42,13 @@ class Handlers:
 
     def __init__(
         self, plan: Plan, program: Program, rank: int, store: Store, device: Device, transport: Transport,
-        settlement: Settlement, feed: Feed, hooks: TestHooks,
+        settlement: Settlement, feed: Feed, network: Network, hooks: TestHooks,
     ) -> None:  # fmt: skip
         self.plan, self.program, self.rank, self.model = plan, program, rank, plan.model
         self.store, self.device, self.transport, self.settlement = store, device, transport, settlement
-        self.feed, self.hooks = feed, hooks
-        self.buffers = Buffers(plan, program, rank, store.table, device)
-        self.rotary = layers.RotaryTable.build(
-            plan.model, plan.sequence, DTYPES[plan.precision], torch.device(device.device)
-        )
-        self.block = torch.compile(layers.block, dynamic=False) if plan.compile_layers else layers.block
+        self.feed, self.network, self.hooks = feed, network, hooks
+        self.buffers = Buffers(plan, program, rank, store, device)
+        self.first_step = settlement.session.start.step
         self.num_forward = len(program.layout.forward)
         self.top = self.num_forward + len(program.layout.backward) - 1
         self.same_dtype = plan.gradient_dtype == plan.precision
@@ -63,7 +61,6 @@ class Handlers:
             if program.kind[i] == Kind.BACKWARD:
                 self.first_backward.setdefault(program.stage[i], i)
         self.kept = self._find_kept()
-        self.no_labels = torch.zeros((plan.microbatch_size, plan.sequence), dtype=torch.int64, device=device.device)
         self.by_kind: dict[int, Handler] = {
             Kind.FORWARD: self.forward,
             Kind.RECOMPUTE: self.recompute,
@@ -103,26 +100,23 @@ class Handlers:
         tokens = self.buffers.tokens[stage, m % self.program.options.token_slots]
         return tokens.inputs, tokens.labels
 
-    def _run(self, op: int, x: torch.Tensor | None, keep: dict[int, list[torch.Tensor]] | None = None) -> torch.Tensor:
-        """The layers of a compute op: activations, or the loss if the head is among them; ``keep`` takes boundaries."""
+    def _run(
+        self, op: int, step: int, x: torch.Tensor | None, keep: dict[int, list[torch.Tensor]] | None = None
+    ) -> torch.Tensor:
+        """The layers of a compute op: activations, or the loss if it is of the top stage; ``keep`` takes boundaries.
+
+        A forward stage that reaches the head does its work for nothing, as the published schedules do: the loss that
+        counts is the recomputed one.
+        """
         stage, m = self.program.stage[op], self.program.index[op]
+        labels = self._token_slot(stage, m)[1] if stage == self.top else None
+        y = self._token_slot(stage, m)[0] if x is None else x
         for layer, parameters in zip(self.program.layers(stage), self._weights(op), strict=True):
-            if keep is not None and layer in keep and x is not None:
-                keep[layer].append(x)
-            kind = self.model.layer_kind(layer)
-            if kind == "embedding":
-                x = layers.embedding(parameters, self._token_slot(stage, m)[0])
-            else:
-                assert x is not None
-                if kind == "block":
-                    x = self.block(parameters, x, self.model, self.rotary)
-                else:
-                    # A forward stage that reaches the head does its work for nothing, as the published schedules do:
-                    # the loss that counts is the recomputed one.
-                    labels = self._token_slot(stage, m)[1] if stage == self.top else self.no_labels
-                    x = layers.head(parameters, x, labels, self.model)
-        assert x is not None
-        return x
+            if keep is not None and layer in keep:
+                keep[layer].append(y)
+            seed = draw_seed(self.plan.seed, self.first_step + step, m, layer)
+            y = self.network(layer, parameters, y, labels, seed)
+        return y
 
     def forward(self, op: int, step: int) -> None:
         stage, m = self.program.stage[op], self.program.index[op]
@@ -130,7 +124,7 @@ class Handlers:
         x = self.held.pop(("activation", stage, m)) if first else None
         keep: dict[int, list[torch.Tensor]] = {boundary: [] for boundary, _ in self.kept[stage]}
         with torch.no_grad():
-            y = self._run(op, x, keep)
+            y = self._run(op, step, x, keep)
             if stop in keep:
                 keep[stop].append(y)
             for boundary, consumer in self.kept[stage]:
@@ -148,7 +142,7 @@ class Handlers:
         if self.program.layers(stage).start:
             x = self.held.pop(("stage input", stage, m)).detach().requires_grad_()
         with torch.enable_grad():
-            y = self._run(op, x)
+            y = self._run(op, step, x)
         self.graphs[stage, m] = x, y
         if stage == self.top:
             self.losses[step].append(y.detach())
@@ -156,17 +150,20 @@ class Handlers:
     def backward(self, op: int, step: int) -> None:
         stage, m = self.program.stage[op], self.program.index[op]
         x, y = self.graphs.pop((stage, m))
-        leaves = [leaf for layer in self._weights(op) for leaf in layer.values()]
-        slabs = self.buffers.gradients(self.program.slot[op], self.program.layers(stage))
-        targets = [target for layer in slabs for target in layer.values()]
-        if op == self.first_backward[stage]:
-            self.buffers.slabs[self.program.slot[op]][: self.buffers.num_elements(stage)].zero_()
+        leaves = [leaf for layer in self._weights(op) for leaf in layer.values() if leaf.requires_grad]
+        targets = []
+        if leaves:
+            slabs = self.buffers.gradients(self.program.slot[op], self.program.layers(stage))
+            targets = [target for layer in slabs for target in layer.values()]
+            if op == self.first_backward[stage]:
+                self.buffers.slabs[self.program.slot[op]][: self.buffers.num_gradients(stage)].zero_()
         if stage == self.top:
             scale = self.settlement.scaling[step].loss_scale / self.program.num_microbatches
             gradient = torch.full((), scale, dtype=y.dtype, device=y.device)
         else:
             gradient = self.held.pop(("gradient", stage, m))
-        self._accumulate(leaves, targets, y, gradient)
+        if y.requires_grad:  # not so where nothing is trained at the bottom
+            self._accumulate(leaves, targets, y, gradient)
         if x is not None:
             assert x.grad is not None
             self.held["gradient", stage - 1, m] = x.grad
@@ -224,7 +221,7 @@ class Handlers:
         self.device.copy(slot[first - origin : stop - origin], shared[first:stop])
 
     def offload_grad(self, op: int, step: int) -> None:
-        stage, table = self.program.stage[op], self.store.table
+        stage, table = self.program.stage[op], self.store.trained
         bucket = self.program.buckets[stage][self.program.index[op]]
         origin = table.bounds[self.program.layers(stage).start]
         first, stop = table.span(bucket)
@@ -264,6 +261,8 @@ class Handlers:
         losses = self.losses.pop(step, None)
         if losses:
             self.store.losses[step] = sum(float(loss) for loss in losses) / len(losses)
+        device_bytes = self.device.peak_bytes()[0] + self.transport.device_bytes
+        self.store.in_use[self.rank] = device_bytes, own_resident_bytes()
         self.settlement.validate(step)
 
     # Tokens, stage inputs, messages
@@ -271,24 +270,25 @@ class Handlers:
     def load_tokens(self, op: int, step: int) -> None:
         stage, m = self.program.stage[op], self.program.index[op]
         tokens = self.buffers.tokens[stage, self.program.slot[op]]
-        batch = torch.from_numpy(self.feed.batch(step, m))
+        batch = self.feed.tensors(step, m)
         # The copies of this lane so far may still read the staging memory.
         self.device.finish_lane()
-        tokens.staging[0].copy_(batch[:, :-1])
-        tokens.staging[1].copy_(batch[:, 1:])
-        self.device.copy(tokens.inputs, tokens.staging[0])
-        self.device.copy(tokens.labels, tokens.staging[1])
+        for place, staging, tensor in zip(tokens.tensors(), tokens.staging, batch, strict=True):
+            staging.copy_(tensor)
+            self.device.copy(place, staging)
 
     def store_stage_input(self, op: int, step: int) -> None:
         stage, m = self.program.stage[op], self.program.index[op]
         tensor = self.held.pop(("stage input", stage, m)).view(-1)
         self.device.keep(tensor)
-        self.device.copy(self.store.boundary(self.store.layout.stage_inputs[stage, m]), tensor)
+        target = self.store.boundary(self.store.layout.stage_inputs[stage, m])
+        self.device.copy(target[: tensor.numel()], tensor)
 
     def load_stage_input(self, op: int, step: int) -> None:
         stage, m = self.program.stage[op], self.program.index[op]
         buffer = self._inbox(op)
-        self.device.copy(buffer.view(-1), self.store.boundary(self.store.layout.stage_inputs[stage, m]))
+        source = self.store.boundary(self.store.layout.stage_inputs[stage, m])
+        self.device.copy(buffer.view(-1), source[: buffer.numel()])
         self.held["stage input", stage, m] = buffer
 
     def send(self, op: int, step: int) -> None:
@@ -304,9 +304,12 @@ class Handlers:
         self.held[key] = buffer
 
     def _inbox(self, op: int) -> torch.Tensor:
-        key = self.buffers.inbox_key(op)
+        """Where an op receives or loads a boundary: above the stage if it is a gradient, else below."""
+        key, layers = self.buffers.inbox_key(op), self.program.layers(self.program.stage[op])
         assert key is not None
-        return self.buffers.inbox[key]
+        boundary = layers.stop if self.program.kind[op] == Kind.RECV_GRADIENT else layers.start
+        shape = self.model.boundary_shape(boundary, self.plan.microbatch_size, self.plan.sequence)
+        return self.buffers.inbox[key][: math.prod(shape)].view(shape)
 
     def _poison_inbox(self, tensor: torch.Tensor) -> None:
         """Fill a receive buffer whose content was used up; other tensors are left alone."""

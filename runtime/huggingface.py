@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from spipe.errors import SpipeError
+from spipe.layer_list import LayerListSpec, Model
 from spipe.model import ModelSpec, from_huggingface
 from spipe.runtime.region import DTYPES
 from spipe.runtime.tensor_file import TensorFile, TensorWriter, write_text
@@ -36,8 +37,13 @@ _ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwe
 _TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def parameter_name(model: ModelSpec, layer: int, name: str) -> str:
-    """The name in a model folder: ``model.layers.3.mlp.up_proj.weight`` for layer 4's ``mlp.up_proj.weight``."""
+def parameter_name(model: Model, layer: int, name: str) -> str:
+    """The name in a model folder: ``model.layers.3.mlp.up_proj.weight`` for layer 4's ``mlp.up_proj.weight``.
+
+    Parameters of a list of layers have the names of an ``nn.Sequential`` of them.
+    """
+    if isinstance(model, LayerListSpec):
+        return f"{layer}.{name}"
     kind = model.layer_kind(layer)
     if kind == "embedding":
         return f"model.embed_tokens.{name}"
@@ -46,7 +52,7 @@ def parameter_name(model: ModelSpec, layer: int, name: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
-def parameter_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter, a tied head's left out, from the bottom of the model to its top."""
     tied = model.tied_parameters()
     return {
@@ -57,14 +63,29 @@ def parameter_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_same_model(model: ModelSpec, other: ModelSpec, source: str) -> None:
+def check_same_model(model: Model, other: Model, source: str) -> None:
     """Raises SpipeError naming the fields in which ``source`` differs from the plan's model."""
-    ours, theirs = (spec.model_dump(exclude={"name", "family", "max_sequence"}) for spec in (model, other))
+    ours, theirs = (_what_is_trained(spec) for spec in (model, other))
+    ours, theirs = ({key: table.get(key) for key in ours | theirs} for table in (ours, theirs))
     differing = [
         f"{key} = {theirs[key]!r} there, {ours[key]!r} in the plan" for key in ours if ours[key] != theirs[key]
     ]
     if differing:
-        raise SpipeError(f"{source} is of another model than the plan's: {'; '.join(differing)}; use a plan for it")
+        shown = "; ".join(differing[:SHOWN]) + (f"; and {len(differing) - SHOWN} more" * (len(differing) > SHOWN))
+        raise SpipeError(f"{source} is of another model than the plan's: {shown}; use a plan for it")
+
+
+def _what_is_trained(model: Model) -> dict[str, Any]:
+    """What a checkpoint of the model depends on."""
+    if isinstance(model, ModelSpec):
+        return model.model_dump(exclude={"name", "family", "max_sequence"})
+    kinds = [model.layer_kind(i) for i in range(model.num_total_layers)]
+    shapes = {
+        f"{i}.{name}": [*shape, *(["frozen"] if name in model.frozen_parameters(kind) else [])]
+        for i, kind in enumerate(kinds)
+        for name, shape in model.parameter_shapes(kind).items()
+    }
+    return {"num_layers": model.num_total_layers, **shapes}
 
 
 class ModelFolder:
@@ -157,8 +178,13 @@ def config_of(model: ModelSpec, precision: str, original: Mapping[str, Any] | No
     return dict(sorted(config.items()))
 
 
-def check_exportable(model: ModelSpec) -> None:
-    """Raises SpipeError for a model that no family of transformers has."""
+def check_exportable(model: Model) -> ModelSpec:
+    """The model. Raises SpipeError for one that no family of transformers has."""
+    if isinstance(model, LayerListSpec):
+        raise SpipeError(
+            f"{model.name} is a list of layers, which transformers does not know; a checkpoint's model-*.safetensors "
+            "are the state_dict of an nn.Sequential of them"
+        )
     needs = {"attention_bias": model.family == "qwen2", "qk_norm": model.family == "qwen3"}
     for field, value in needs.items():
         if getattr(model, field) != value:
@@ -166,6 +192,7 @@ def check_exportable(model: ModelSpec) -> None:
                 f"{model.name}: {field} = {getattr(model, field)} does not go with family = {model.family!r}; "
                 "transformers has biases in qwen2 and q/k norms in qwen3 only: change the model's family"
             )
+    return model
 
 
 def write_model(

@@ -3,21 +3,29 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spipe.errors import SpipeError
-from spipe.memory import memory
+from spipe.layer_list import LayerListSpec
+from spipe.memory import EVALUATION_BATCHES, MemoryReport, memory
 from spipe.plan import Plan
 from spipe.runtime.checkpoint import FOLDER, START, Checkpoint, Position, find_checkpoints
-from spipe.runtime.data import TOKENS_FILE, Corpus, load_tokenizer
+from spipe.runtime.data import TOKENS_FILE, Corpus, Feed, TokenFeed, ValidationFeed, load_tokenizer
 from spipe.runtime.hooks import NO_HOOKS, TestHooks
 from spipe.runtime.huggingface import ModelFolder, check_exportable
+from spipe.runtime.network import DecoderNetwork, Network
 from spipe.runtime.store import StoreLayout
 from spipe.runtime.system import available_host_memory, require_host_memory
+
+if TYPE_CHECKING:
+    import torch
+
+    from spipe.runtime.modules import ModuleSource
 
 PROCESS_BYTES = 300 << 20
 """Resident memory of a rank's interpreter with PyTorch, without the plan's buffers."""
 RUN_FILES = ("plan.json", "trace.json", "metrics.jsonl", "result.json")
-EVALUATION_BATCHES = 8
+INITIAL_FILE = "initial.safetensors"
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,8 @@ class Job:
         keep: how many of the newest checkpoints are kept; None: all.
         resume: checkpoint folder to go on from.
         model_folder: Hugging Face model folder to start from, unless from a checkpoint; None: random weights.
+        modules: a user's layers, loss and data; None for the built-in model.
+        has_validation: whether that data holds some for evaluations.
         hooks: faults for tests.
     """
 
@@ -65,6 +75,8 @@ class Job:
     keep: int | None = None
     resume: Path | None = None
     model_folder: Path | None = None
+    modules: "ModuleSource | None" = None
+    has_validation: bool = False
     hooks: TestHooks = field(default=NO_HOOKS)
 
     def __post_init__(self) -> None:
@@ -111,6 +123,25 @@ class Job:
         """Where text is put that a tokenizer has turned into tokens."""
         return self.output / TOKENS_FILE
 
+    @property
+    def initial_file(self) -> Path:
+        """Where the parameters of a user's layers start from."""
+        return self.output / INITIAL_FILE
+
+    def feeds(self) -> tuple[Feed, Feed | None]:
+        """Microbatches to train on, and to validate on."""
+        if self.modules is not None and self.modules.data is not None:
+            return self.modules.load_feeds(self.plan, self.start)
+        corpus, validation = self.corpora()
+        feed = TokenFeed(self.plan, corpus, self.start.sequences)
+        return feed, None if validation is None else ValidationFeed(self.plan, validation)
+
+    def network(self, device: "torch.device") -> Network:
+        """What computes the layers on a device."""
+        if self.modules is not None:
+            return self.modules.load_network(self.plan, device)
+        return DecoderNetwork(self.plan, device)
+
     def corpora(self, tokens: Path | None = None) -> tuple[Corpus, Corpus | None]:
         """Text to train on, and to validate on; ``tokens``: the tokens of the text, if they are not yet in place."""
         path = (tokens or self.tokens_file) if self.tokenizer else self.data
@@ -122,12 +153,21 @@ class Job:
     @property
     def token_width(self) -> int:
         """Bytes of a token in a ``.bin`` file."""
-        return self.token_bytes or (2 if self.plan.model.vocab_size <= 2**16 else 4)
+        return self.token_bytes or (2 if self.vocab_size <= 2**16 else 4)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token numbers that the model knows; all that fit in 2 bytes where it does not say."""
+        return self.plan.model.vocab_size or 2**16
 
     @property
     def num_evaluations(self) -> int:
         """Evaluations that the run may have."""
         return 0 if self.evaluate_every is None else self.num_steps // self.evaluate_every + 3
+
+    def memory(self) -> MemoryReport:
+        """The plan's memory, with what evaluations need if there are any."""
+        return memory(self.plan, evaluates=self.evaluate_every is not None)
 
     def store_layout(self) -> StoreLayout:
         return StoreLayout(
@@ -144,6 +184,11 @@ class Job:
 
         self._check_numbers()
         self.plan.require_runnable()
+        if isinstance(self.plan.model, LayerListSpec) and self.modules is None:
+            raise SpipeError(
+                f"the plan is for a list of layers ({self.plan.model.name}), which only Python has: train it with "
+                "spipe.runtime.train(layers, loss, data, plan, ...)"
+            )
         hardware = self.plan.hardware
         hosts = hardware.host_of(self.num_ranks - 1) + 1
         if hosts > 1:
@@ -179,7 +224,7 @@ class Job:
                 raise SpipeError(f"{name} = {value} should be at least 1")
         if self.keep is not None and not self.saves:
             raise SpipeError("keep says how many checkpoints stay, but none are made; give checkpoint_every, too")
-        if self.evaluate_every is not None and not self.validation_fraction:
+        if self.evaluate_every is not None and not self.validation_fraction and not self.has_validation:
             raise SpipeError("evaluate_every needs text to evaluate on; give validation_fraction, too (0.05, say)")
         adam = self.plan.optimizer
         if adam.learning_rate_schedule != "constant" and adam.total_steps is None:
@@ -190,8 +235,7 @@ class Job:
 
     def _check_start(self) -> None:
         if self.model_folder and not self.resume:
-            check_exportable(self.plan.model)
-            ModelFolder(self.model_folder, self.plan.model)
+            ModelFolder(self.model_folder, check_exportable(self.plan.model))
         if self.resume:
             Checkpoint.load(self.resume).check(self.plan)
             later = find_checkpoints(self.output)[-1:] if self.continues_run else []
@@ -208,13 +252,15 @@ class Job:
 
     def check_data(self, tokens: Path | None = None) -> None:
         """Raises SpipeError unless there are sequences for this model's vocabulary in the data."""
+        if self.modules is not None and self.modules.data is not None:
+            return
         for corpus in self.corpora(tokens):
             if corpus is not None:
-                corpus.check(self.plan.sequence, self.plan.model.vocab_size)
+                corpus.check(self.plan.sequence, self.vocab_size)
 
     def table_of_bytes(self) -> dict[str, int]:
         """Host memory of the run, itemised."""
-        items = dict(memory(self.plan).hosts[0])
+        items = dict(self.memory().hosts[0])
         region = self.store_layout().table_of_bytes()
         items["mailboxes"] = region["mailboxes"]
         items["flags and times"] = region["flags and times"]

@@ -45,6 +45,10 @@ class RotaryTable:
         angles = torch.arange(sequence, dtype=torch.float64)[:, None] * torch.cat((frequencies, frequencies))[None]
         return cls(angles.cos().to(device, dtype), angles.sin().to(device, dtype))
 
+    def part(self, first: int, stop: int) -> "RotaryTable":
+        """Of some neighbouring positions."""
+        return RotaryTable(self.cos[first:stop], self.sin[first:stop])
+
     def apply(self, x: Tensor) -> Tensor:
         """Turn x of shape (b, heads, s, head_dim)."""
         first, second = x.chunk(2, dim=-1)
@@ -75,25 +79,56 @@ def embedding(p: Parameters, tokens: Tensor) -> Tensor:
     return F.embedding(tokens, p["weight"])
 
 
-def block(p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable) -> Tensor:
-    """One transformer block: activations (b, s, h) -> (b, s, h)."""
-    x = x + attention(p, _norm(x, p["input_layernorm.weight"], model), model, rotary)
+@dataclass
+class KeysAndValues:
+    """What attention of one layer keeps of the tokens before, each (b, kv_heads, tokens, head_dim), when text grows
+    token by token."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """With those of the new tokens behind; kept for the next time."""
+        self.keys = k if self.keys is None else torch.cat((self.keys, k), dim=2)
+        self.values = v if self.values is None else torch.cat((self.values, v), dim=2)
+        return self.keys, self.values
+
+
+def block(
+    p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable, dropout: float = 0.0,
+    past: KeysAndValues | None = None,
+) -> Tensor:  # fmt: skip
+    """One transformer block: activations (b, s, h) -> (b, s, h).
+
+    ``dropout``: probability with which an element of what attention and feed-forward add is left out.
+    """
+    mixed = attention(p, _norm(x, p["input_layernorm.weight"], model), model, rotary, past)
+    x = x + (F.dropout(mixed, dropout) if dropout else mixed)
     y = _norm(x, p["post_attention_layernorm.weight"], model)
     gate = F.silu(F.linear(y, p["mlp.gate_proj.weight"]))
-    return x + F.linear(gate * F.linear(y, p["mlp.up_proj.weight"]), p["mlp.down_proj.weight"])
+    y = F.linear(gate * F.linear(y, p["mlp.up_proj.weight"]), p["mlp.down_proj.weight"])
+    return x + (F.dropout(y, dropout) if dropout else y)
 
 
-def attention(p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable) -> Tensor:
-    """Causal (grouped-query) attention of the normed activations x (b, s, h) -> (b, s, h)."""
+def attention(
+    p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable, past: KeysAndValues | None = None
+) -> Tensor:
+    """Causal (grouped-query) attention of the normed activations x (b, s, h) -> (b, s, h).
+
+    With a ``past``, x is what comes behind it: all tokens of a text (nothing is past yet), or the next one.
+    """
     q, k, v = (_heads(p, name, x, model) for name in ("q", "k", "v"))  # (b, heads or kv_heads, s, head_dim)
     if model.qk_norm:
         q = F.rms_norm(q, (model.head_dim,), p["self_attn.q_norm.weight"], model.norm_epsilon)
         k = F.rms_norm(k, (model.head_dim,), p["self_attn.k_norm.weight"], model.norm_epsilon)
+    q, k = rotary.apply(q), rotary.apply(k)
+    if past is not None:
+        k, v = past.extended(k, v)
     mixed = F.scaled_dot_product_attention(
-        rotary.apply(q),
-        rotary.apply(k),
+        q,
+        k,
         v,
-        is_causal=True,
+        is_causal=k.shape[2] == q.shape[2],
         enable_gqa=model.num_kv_heads != model.num_heads,
     )
     return F.linear(mixed.transpose(1, 2).flatten(2), p["self_attn.o_proj.weight"])
@@ -108,15 +143,16 @@ def _norm(x: Tensor, weight: Tensor, model: ModelSpec) -> Tensor:
     return F.rms_norm(x, (model.hidden_size,), weight, model.norm_epsilon)
 
 
-def head(p: Parameters, x: Tensor, labels: Tensor, model: ModelSpec) -> Tensor:
+def head(p: Parameters, x: Tensor, labels: Tensor, model: ModelSpec, z_loss: float = 0.0) -> Tensor:
     """Final norm, LM head and cross entropy: activations (b, s, h), labels (b, s) -> mean loss over tokens, fp32.
 
-    Where all logits together would be too many (``ModelSpec.loss_chunk_tokens``), they exist only a part at a time.
+    ``z_loss`` times the squared log-sum-exp of the logits is added to a token's loss (PaLM, arXiv 2204.02311). Where
+    all logits together would be too many (``ModelSpec.loss_chunk_tokens``), they exist only a part at a time.
     """
     x = _norm(x, p["norm.weight"], model)
     chunk = model.loss_chunk_tokens(labels.numel())
-    if chunk < labels.numel():
-        loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), p["lm_head.weight"], labels.flatten(), chunk)  # type: ignore[no-untyped-call]
+    if chunk < labels.numel() or z_loss:
+        loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), p["lm_head.weight"], labels.flatten(), chunk, z_loss)  # type: ignore[no-untyped-call]
         return loss
     logits = F.linear(x, p["lm_head.weight"])
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
@@ -128,13 +164,14 @@ def logits(p: Parameters, x: Tensor, model: ModelSpec) -> Tensor:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Mean cross entropy of x (T, h) times weight (V, h) transposed against labels (T,), ``chunk`` tokens at a time.
+    """Mean cross entropy of x (T, h) times weight (V, h) transposed against labels (T,), ``chunk`` tokens at a time,
+    plus ``z_loss`` times the mean square of the logits' log-sum-exp.
 
     Backward computes the logits again, so that (chunk, V) of them is all that ever exists.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, z_loss: float) -> Tensor:
         log_sums = torch.empty(len(x), dtype=torch.float32, device=x.device)
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         for rows in _chunks(len(x), chunk):
@@ -143,21 +180,24 @@ class ChunkedLoss(torch.autograd.Function):
             total += (log_sums[rows] - logits.gather(1, labels[rows, None])[:, 0]).sum()
             del logits  # before the next ones are there
         ctx.save_for_backward(x, weight, labels, log_sums)
-        ctx.chunk = chunk
-        return total / len(x)
+        ctx.chunk, ctx.z_loss = chunk, z_loss
+        loss = total / len(x)
+        return loss + z_loss * log_sums.square().mean() if z_loss else loss
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x, weight, labels, log_sums = ctx.saved_tensors
         dx, dweight = torch.empty_like(x), torch.zeros_like(weight)
         for rows in _chunks(len(x), ctx.chunk):
             p = F.linear(x[rows], weight).float().sub_(log_sums[rows, None]).exp_()
+            if ctx.z_loss:
+                p.mul_(1 + 2 * ctx.z_loss * log_sums[rows, None])
             p.scatter_add_(1, labels[rows, None], p.new_full((len(p), 1), -1.0))
             d = p.mul_(gradient / len(x)).to(weight.dtype)
             dx[rows] = d @ weight
             dweight.addmm_(d.T, x[rows])
             del p, d
-        return dx, dweight, None, None
+        return dx, dweight, None, None, None
 
 
 def _chunks(count: int, chunk: int) -> list[slice]:

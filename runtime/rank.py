@@ -13,14 +13,13 @@ import torch
 
 from spipe import _native
 from spipe.errors import SpipeError
-from spipe.memory import memory
-from spipe.runtime.checkpoint import load_model, load_state
-from spipe.runtime.data import Feed
+from spipe.runtime.checkpoint import load_model, load_state, load_weights
 from spipe.runtime.devices import make_device, ranks_per_device, start_autograd
 from spipe.runtime.evaluation import Evaluation
 from spipe.runtime.executor import Executor, Watchdog
 from spipe.runtime.failure import AbortedRunError, RunFailedError
 from spipe.runtime.handlers import Handlers
+from spipe.runtime.huggingface import check_exportable
 from spipe.runtime.job import Job
 from spipe.runtime.region import Region
 from spipe.runtime.rendezvous import KeyValueStore
@@ -107,7 +106,7 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
     kind = plan.hardware.device
     device, sharers = make_device(plan, rank), ranks_per_device(plan)
     start_autograd(device.device)
-    device.require_memory(memory(plan).ranks[rank], sharers)
+    device.require_memory(job.memory().ranks[rank], sharers)
     name = choose_transport(job.transport, kind, num_ranks, sharers > 1)
     threads = plan.optimizer_threads or default_optimizer_threads(kind, num_ranks)
     done("device")
@@ -120,8 +119,10 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
     done("pages")
     if job.resume:
         load_state(job.resume, plan.model, masters, store)
+    elif job.modules:
+        load_weights(job.initial_file, masters, store)
     elif job.model_folder:
-        load_model(job.model_folder, plan.model, masters, store)
+        load_model(job.model_folder, check_exportable(plan.model), masters, store)
     else:
         masters.initialize(plan, store, threads)
     pids = _exchange_pids(rank, num_ranks, rendezvous)
@@ -137,11 +138,11 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
         name, program, rank, store, device, rendezvous, job.timeout_s,
         lambda message: report({"message": f"rank {rank}: {message}"}),
     )  # fmt: skip
-    corpus, validation = job.corpora()
-    feed = Feed(plan, corpus, job.start.sequences)
-    handlers = Handlers(plan, program, rank, store, device, transport, settlement, feed, job.hooks)
+    feed, validation = job.feeds()
+    network = job.network(device.device)
+    handlers = Handlers(plan, program, rank, store, device, transport, settlement, feed, network, job.hooks)
     if validation is not None and job.evaluate_every:
-        evaluation = Evaluation(plan, rank, store, device.device, validation, handlers.rotary)
+        evaluation = Evaluation(plan, rank, store, device.device, validation, network)
         if kind == "cuda":
             session.finish_copies = lambda: torch.cuda.synchronize(device.device)
         session.evaluate = lambda step: evaluation.run(evaluation_row(job, step))
@@ -208,7 +209,7 @@ def _dump_part(job: Job, rank: int, store: Store, masters: MasterState) -> None:
     state = {}
     for parameter in masters.parameters:
         master, first_moment, second_moment = masters.of(parameter)
-        state[f"weight.{parameter.label}"] = store.weights[parameter.first :][: parameter.count].view(parameter.shape)
+        state[f"weight.{parameter.label}"] = store.weight(parameter).view(parameter.shape)
         state[f"master.{parameter.label}"] = master
         state[f"first_moment.{parameter.label}"] = first_moment
         state[f"second_moment.{parameter.label}"] = second_moment

@@ -97,6 +97,8 @@ def metrics_row(job: Job, store: Store, settlement: Settlement, step: int) -> di
         "gradient_norm": _finite(verdict.gradient_norm),
         "clipping": verdict.clipping,
         "learning_rate": job.plan.optimizer.learning_rate_of(num_updates),
+        "device_peak_bytes": int(store.in_use[:, 0].max()),
+        "host_bytes": int(store.in_use[:, 1].sum()) + store.layout.num_bytes,
     }
     if settlement.session.evaluates_after(step):
         losses = store.evaluations[evaluation_row(job, step + 1)]

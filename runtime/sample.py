@@ -1,6 +1,6 @@
 """Text from a trained model: forward passes on the CPU, every weight read from its file when its layer is due."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,16 +14,34 @@ from spipe.runtime.huggingface import CONFIG, ModelFolder, parameter_name
 
 
 class Sampler:
-    """A model folder, ready to continue token sequences."""
+    """A model folder, ready to continue token sequences.
+
+    Keys and values of tokens that it has seen are kept, so that the next token takes one pass over the weights with one
+    token; a text that does not go on from the last one starts anew.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.model = from_huggingface(folder)
         self.weights = ModelFolder(folder, self.model)
+        self.seen: list[int] = []
+        self.past: list[layers.KeysAndValues] = []
 
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits (s, V) in fp32 for tokens (s,), with all weights in fp32."""
+    def next_logits(self, tokens: list[int]) -> torch.Tensor:
+        """Logits (V,) of what follows some tokens."""
+        if not self.past or tokens[:-1] != self.seen:
+            self.seen, self.past = [], [layers.KeysAndValues() for _ in range(self.model.num_layers)]
+        new = tokens[len(self.seen) :]
+        logits = self.logits(torch.tensor(new), len(self.seen), self.past)[-1]
+        self.seen = list(tokens)
+        return logits
+
+    def logits(
+        self, tokens: torch.Tensor, first: int = 0, past: Sequence[layers.KeysAndValues] | None = None
+    ) -> torch.Tensor:
+        """Logits (s, V) in fp32 for tokens (s,), with all weights in fp32; ``first``: tokens that are in ``past``."""
         model, tied = self.model, self.model.tied_parameters()
-        rotary = layers.RotaryTable.build(model, len(tokens), torch.float32, torch.device("cpu"))
+        stop = first + len(tokens)
+        rotary = layers.RotaryTable.build(model, stop, torch.float32, torch.device("cpu")).part(first, stop)
         x = tokens[None]
         with torch.no_grad():
             for layer in range(model.num_total_layers):
@@ -36,7 +54,7 @@ class Sampler:
                 if kind == "embedding":
                     x = layers.embedding(parameters, x)
                 elif kind == "block":
-                    x = layers.block(parameters, x, model, rotary)
+                    x = layers.block(parameters, x, model, rotary, past=past[layer - 1] if past else None)
                 else:
                     x = layers.logits(parameters, x, model)
         return x[0]
@@ -60,6 +78,8 @@ def generate(
         raise SpipeError(f"temperature = {temperature} should be at least 0")
     has_model = (source / CONFIG).is_file() and not (source / "plan.json").is_file()
     folder = source if has_model else find_checkpoint(source)
+    if not (folder / CONFIG).is_file():
+        raise SpipeError(f"{folder}: no {CONFIG}; text comes from built-in models, not from a list of layers")
     sampler = Sampler(folder)
     vocab_size = sampler.model.vocab_size
     if (folder / "tokenizer.json").is_file():
@@ -84,7 +104,7 @@ def generate(
         new: list[int] = []
         shown = ""
         for _ in range(max_tokens):
-            logits = sampler.logits(torch.tensor((tokens + new)[-longest:]))[-1]
+            logits = sampler.next_logits((tokens + new)[-longest:])
             new.append(_choose(logits, temperature, top_k, generator))
             text = decode(new)
             if not text.endswith("\ufffd"):  # the character is not yet whole

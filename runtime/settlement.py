@@ -18,6 +18,7 @@ import torch
 
 from spipe import _native
 from spipe.memory import memory
+from spipe.model import ModelSpec
 from spipe.ops import Kind
 from spipe.plan import Plan
 from spipe.program import Program
@@ -105,9 +106,10 @@ class MasterState:
     """Masters and moments of the layers whose backward this rank runs."""
 
     def __init__(self, plan: Plan, rank: int, store: Store, device: torch.device) -> None:
-        program, table = plan.program(), store.table
+        program, table = plan.program(), store.trained
         self.layers: dict[int, LayerState] = {}
-        for layer in (i for stage in program.layout.backward if stage.rank == rank for i in stage.layers):
+        mine = [i for stage in program.layout.backward if stage.rank == rank for i in stage.layers]
+        for layer in mine:
             first, stop = table.span(range(layer, layer + 1))
             if program.is_held(layer):
                 weight, gradient = (
@@ -118,7 +120,10 @@ class MasterState:
             else:
                 master, m, v = (private_memory(stop - first) for _ in range(3))
                 self.layers[layer] = LayerState(first, (master, m, v))
-        self.parameters = [p for p in table.of(self.layers) if table.owns_state(p)]
+        self.parameters = [p for p in table.of(mine) if table.owns_state(p)]
+        trained = {(p.layer, p.name) for p in table.of(mine)}
+        self.frozen = [p for p in store.table.of(mine) if (p.layer, p.name) not in trained]
+        """Parameters of those layers that are never stepped; they have a weight and nothing else."""
 
     def of(self, parameter: Parameter) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Master, first and second moment, in the parameter's shape."""
@@ -127,7 +132,8 @@ class MasterState:
         return master, m, v
 
     def initialize(self, plan: Plan, store: Store, num_threads: int) -> None:
-        """Initial masters, and the weights rounded from them, for this rank's parameters."""
+        """Initial masters, and the weights rounded from them, for this rank's parameters; for built-in models."""
+        assert isinstance(plan.model, ModelSpec)
         torch.set_num_threads(num_threads)
         for parameter in self.parameters:
             with self.filling(parameter, store) as (master, _, _):
@@ -140,7 +146,7 @@ class MasterState:
         on_cpu = state[0].device.type == "cpu"
         master, m, v = state if on_cpu else (torch.zeros(tensor.shape) for tensor in state)
         yield master, m, v
-        weight = store.weights[parameter.first : parameter.first + parameter.count]
+        weight = store.weight(parameter)
         weight.copy_(master.view(-1))
         if not on_cpu:
             for tensor, value in zip(state, (master, m, v), strict=True):
@@ -153,7 +159,7 @@ class MasterState:
         layer = self.layers[parameter.layer]
         if layer.weight is not None:
             return layer.part(layer.weight, parameter)
-        return store.weights[parameter.first : parameter.first + parameter.count]
+        return store.weight(parameter)
 
 
 def _on_device(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -167,8 +173,8 @@ def undo_budget_bytes(plan: Plan, store: Store, masters: MasterState) -> int:
     """Memory that the plan has for undoing this rank's steps: of its host's, the share of its parameters."""
     is_held = plan.program().is_held
     mine = sum(p.count for p in masters.parameters if not is_held(p.layer))
-    everyones = sum(p.count for i, row in enumerate(store.table.layers) for p in row
-                    if store.table.owns_state(p) and not is_held(i))  # fmt: skip
+    everyones = sum(p.count for i, row in enumerate(store.trained.layers) for p in row
+                    if store.trained.owns_state(p) and not is_held(i))  # fmt: skip
     if not mine:
         return 0
     return -(-memory(plan).hosts[0]["undo data"] * mine // everyones)  # rounded up
@@ -197,9 +203,9 @@ class Settlement:
         self.overflowed = -1
         """The last step of which this rank has seen a non-finite gradient."""
         self.cpu_seconds = 0.0
-        flat = [p for row in store.table.layers for p in row]
+        flat = [p for row in store.trained.layers for p in row]
         self.number = {(p.layer, p.name): n for n, p in enumerate(flat)}
-        self.counted = np.array([float(store.table.owns_state(p)) for p in flat])
+        self.counted = np.array([float(store.trained.owns_state(p)) for p in flat])
         """Per parameter number: 1 if it counts in the norm, 0 for a tied head."""
         self.clipped: tuple[bool, ...] = ()
         """Whether each of the last steps was clipped."""
@@ -211,6 +217,8 @@ class Settlement:
         for k, stage in enumerate(program.layout.backward):
             if stage.rank == rank:
                 for b, layers in enumerate(program.buckets[num_forward + k]):
+                    if not program.trains(num_forward + k, b):
+                        continue
                     key, owned = (num_forward + k, b), [p for p in masters.parameters if p.layer in layers]
                     self.parameters[key] = owned
                     if masters.layers[layers.start].state[0].device.type == "cpu":
@@ -218,7 +226,7 @@ class Settlement:
                         self.buckets[key] = self.optimizer.add_bucket(native)
         self.speculative = program.options.optimizer == "async"
         self.optimizer.prepare(speculative=self.speculative)
-        tied = store.table.tied
+        tied = store.trained.tied
         self.tied_gradient = -1
         """Where this rank steps a tied embedding: the op that brings the head's gradient."""
         if tied and tied[0] in masters.parameters:
@@ -238,16 +246,13 @@ class Settlement:
         def part(flat: torch.Tensor, of: Parameter) -> torch.Tensor:
             return flat[of.first : of.first + of.count].view(of.shape)
 
-        store, tied = self.store, self.store.table.tied
+        store, tied = self.store, self.store.trained.tied
         layer = masters.layers[parameter.layer]
-        gradient, weight = (
-            part(shared, parameter) if held is None else layer.part(held, parameter).view(parameter.shape)
-            for shared, held in ((store.gradients, layer.gradient), (store.weights, layer.weight))
-        )
+        held = layer.gradient
         return parameter_of(
-            gradient,
+            part(store.gradients, parameter) if held is None else layer.part(held, parameter).view(parameter.shape),
             *masters.of(parameter),
-            weight,
+            masters.weight_of(parameter, store).view(parameter.shape),
             gradient2=part(store.gradients, tied[1]) if tied and parameter == tied[0] else None,
             weight_decay=self.plan.optimizer.weight_decay_of(parameter.shape),
         )
@@ -282,8 +287,8 @@ class Settlement:
 
     def _tied_statistics(self, step: int) -> None:
         """A tied weight counts once, with the sum of both gradients, which may overflow where neither does."""
-        assert self.store.table.tied is not None
-        low, high = self.store.table.tied
+        assert self.store.trained.tied is not None
+        low, high = self.store.trained.tied
         self.store.flags.wait(self.tied_gradient, step + 1, math.inf, self.store.layout.abort)
         nonfinite, sum_of_squares = _native.gradient_statistics(
             self.pool,
@@ -308,7 +313,7 @@ class Settlement:
         On a CPU the statistics are there once they are listed; on a GPU only those of the bucket whose gradient the
         STEP has waited for. VALIDATE will read the same ones.
         """
-        mine = {self.number[p.layer, p.name] for p in self.store.table.of(self.program.buckets[stage][bucket])}
+        mine = {self.number[p.layer, p.name] for p in self.store.trained.of(self.program.buckets[stage][bucket])}
         on_gpu = self.plan.hardware.device != "cpu"
         if any(ask()[0] for number, ask in list(self.pending) if number in mine or not on_gpu):
             self.overflowed = step
@@ -343,7 +348,7 @@ class Settlement:
     def _step_on_device(self, layers: range, scaling: Scaling, clipping: float) -> None:
         """Step layers that the device holds, in the order of the lane's stream; the verdict was good."""
         adam = self.plan.optimizer
-        for parameter in self.store.table.of(layers):
+        for parameter in self.store.trained.of(layers):
             scalars = AdamScalars.of(
                 step=scaling.num_updates + 1,
                 learning_rate=adam.learning_rate_of(scaling.num_updates),
@@ -380,8 +385,8 @@ class Settlement:
         return note
 
     def _poison_gradients(self, stage: int, bucket: int) -> None:
-        tied = self.store.table.tied
-        for parameter in self.store.table.of(self.program.buckets[stage][bucket]):
+        tied = self.store.trained.tied
+        for parameter in self.store.trained.of(self.program.buckets[stage][bucket]):
             held = self.masters.layers[parameter.layer].gradient
             if held is not None and held.device.type == "cpu":
                 fill_bytes(self.masters.layers[parameter.layer].part(held, parameter), 0xFF)

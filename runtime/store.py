@@ -1,9 +1,10 @@
 """The host store: where every parameter, gradient and counter lies in the shared region, and the views on it.
 
 Static offsets from the plan, the same in every process. Elements are numbered in one natural order (layers from the
-bottom up, parameters in the order of ``ModelSpec.parameter_shapes``, each 64-byte aligned), which weights, gradients,
-masters, moments and the slots of the ranks share. So the weights of neighbouring layers lie together and a FETCH is
-one copy. A tied LM head has its place in the order (for its gradient) but no weight: its weight is the embedding's.
+bottom up, parameters in the order of ``parameter_shapes``, each 64-byte aligned), which weights, gradients, masters,
+moments and the slots of the ranks share; where parameters are frozen, all but the weights leave them out. So the
+weights of neighbouring layers lie together and a FETCH is one copy. A tied LM head has its place in the order (for its
+gradient) but no weight: its weight is the embedding's.
 """
 
 import math
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from spipe._native import Flags
 from spipe.errors import SpipeError
-from spipe.model import ModelSpec
+from spipe.layer_list import Model
 from spipe.ops import RECVS, SENDS, Kind
 from spipe.plan import ELEMENT_BYTES, Plan
 from spipe.program import Program
@@ -52,14 +53,18 @@ class Parameter:
 
 
 class ParameterTable:
-    """All parameters in natural order."""
+    """Parameters in natural order: all, or those that are trained."""
 
-    def __init__(self, model: ModelSpec) -> None:
+    def __init__(self, model: Model, *, trained_only: bool = False) -> None:
         self.layers: list[tuple[Parameter, ...]] = []
         self.bounds = [0]
         for layer in range(model.num_total_layers):
             first, row = self.bounds[-1], []
-            for name, shape in model.parameter_shapes(model.layer_kind(layer)).items():
+            kind = model.layer_kind(layer)
+            left_out = model.frozen_parameters(kind) if trained_only else frozenset()
+            for name, shape in model.parameter_shapes(kind).items():
+                if name in left_out:
+                    continue
                 row.append(Parameter(layer, name, shape, first, math.prod(shape)))
                 first = aligned_elements(first + row[-1].count)
             self.layers.append(tuple(row))
@@ -105,6 +110,7 @@ class StoreLayout:
 
     def __init__(self, plan: Plan, steps: int, trace_steps: int, evaluations: tuple[int, int] = (0, 0)) -> None:
         program, self.table = plan.program(), ParameterTable(plan.model)
+        self.trained = ParameterTable(plan.model, trained_only=True)
         num_ops, num_ranks = len(program), plan.layout.num_ranks
         self.steps, self.trace_steps, self.num_ops, self.num_ranks = steps, trace_steps, num_ops, num_ranks
         self.weight_dtype, self.gradient_dtype = plan.precision, plan.gradient_dtype
@@ -115,19 +121,20 @@ class StoreLayout:
         region = RegionPlan()
         self.flags = region.add(self.num_flags * Flags.BYTES_PER_FLAG)
         self.errors = region.add(ERROR_BYTES * num_ranks)
-        self.statistics = region.add(8 * 2 * 2 * sum(map(len, self.table.layers)))
+        self.statistics = region.add(8 * 2 * 2 * sum(map(len, self.trained.layers)))
         self.losses = region.add(8 * steps)
         self.stops = region.add(8 * 2 * num_ranks)
         self.evaluations_shape = evaluations
         self.evaluations = region.add(8 * evaluations[0] * evaluations[1])
         self.step_ends = region.add(8 * (steps + 1) * num_ranks)
         self.peaks = region.add(8 * 3 * num_ranks)
+        self.in_use = region.add(8 * 2 * num_ranks)
         self.times = region.add(8 * 4 * trace_steps * num_ops)
         self.control_bytes = region.num_bytes
         page = 4096
         self.data_offset = region.add(0, page).offset
         self.weights = region.add(self.table.num_weights * ELEMENT_BYTES[plan.precision])
-        self.gradients = region.add(self.table.num_elements * ELEMENT_BYTES[plan.gradient_dtype])
+        self.gradients = region.add(self.trained.num_elements * ELEMENT_BYTES[plan.gradient_dtype])
         self.stage_inputs = {
             (program.stage[i], program.index[i]): region.add(self.boundary_bytes)
             for i in range(num_ops)
@@ -179,7 +186,10 @@ class Store:
                 f"the shared region has {region.num_bytes} bytes, this rank expects {layout.num_bytes}: the ranks were "
                 "started with different plans or options"
             )
-        self.layout, self.region, self.table = layout, region, layout.table
+        self.layout, self.region = layout, region
+        self.table, self.trained = layout.table, layout.trained
+        """Where the weights of all parameters lie; where the gradients of those lie that are trained."""
+        self._places = {(p.layer, p.name): p for row in self.table.layers for p in row}
         self.flags = Flags(region.pointer(layout.flags), layout.num_flags)
         self.weights = region.tensor(layout.weights, DTYPES[layout.weight_dtype])
         self.gradients = region.tensor(layout.gradients, DTYPES[layout.gradient_dtype])
@@ -194,6 +204,8 @@ class Store:
         """End of each step's VALIDATE per rank, seconds of the monotonic clock; row 0: start of the job."""
         self.peaks = self._doubles(layout.peaks, (layout.num_ranks, 3))
         """Per rank: most bytes of device memory, most resident bytes of its process."""
+        self.in_use = self._doubles(layout.in_use, (layout.num_ranks, 2))
+        """Per rank, as of its last VALIDATE: most bytes of device memory so far, resident bytes that are its own."""
         self.times = self._doubles(layout.times, (layout.trace_steps, layout.num_ops, 4))
         """Per traced step and op: start, end, processor seconds, code of the note."""
         self.boundary_dtype = DTYPES[layout.weight_dtype]
@@ -202,8 +214,13 @@ class Store:
         values: NDArray[np.float64] = self.region.tensor(span, torch.float64).numpy()
         return values.reshape(shape)
 
+    def weight(self, parameter: Parameter) -> torch.Tensor:
+        """The weight of a parameter (of either table), flat."""
+        place = self._places[parameter.layer, parameter.name]
+        return self.weights[place.first : place.first + place.count]
+
     def boundary(self, span: Span) -> torch.Tensor:
-        """A flat activation in the region: a stage input or a mailbox."""
+        """A flat activation in the region, as large as the largest: a stage input or a mailbox."""
         return self.region.tensor(span, self.boundary_dtype)
 
     def write_error(self, rank: int, text: str) -> None:

@@ -21,6 +21,12 @@ def available_host_memory(meminfo: Path = Path("/proc/meminfo"), groups: Path = 
     return min([available, *_group_rooms(groups)])
 
 
+def own_resident_bytes() -> int:
+    """Resident memory of this process that it shares with no other."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * resource.getpagesize()
+
+
 def _group_rooms(groups: Path) -> Iterator[int]:
     """Room under the limit of this process's group and of every group above it."""
     try:

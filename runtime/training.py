@@ -13,6 +13,7 @@ from spipe.errors import SpipeError
 from spipe.plan import Plan
 from spipe.runtime.checkpoint import FOLDER, MODEL_FOLDER, find_checkpoint, find_checkpoints
 from spipe.runtime.data import TOKENS_FILE, tokenize
+from spipe.runtime.environment import ENVIRONMENT_FILE, environment
 from spipe.runtime.hooks import NO_HOOKS, TestHooks
 from spipe.runtime.huggingface import CONFIG, EXTRAS, copy_extras
 from spipe.runtime.job import RUN_FILES, Job
@@ -119,30 +120,46 @@ def run(
         SpipeError: before anything is started, if what was given cannot work.
         spipe.runtime.RunFailedError: if a rank fails; it names rank, lane, op and reason. Every rank has ended.
     """
-    job = Job(
-        plan=plan,
+    job = job_of(
+        plan,
         steps=steps,
-        output=Path(output),
-        data=_path(data),
-        tokenizer=_path(tokenizer),
+        output=output,
+        data=data,
+        tokenizer=tokenizer,
         token_bytes=token_bytes,
         validation_fraction=validation_fraction,
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every,
         keep=keep,
-        resume=resolve_resume(resume, Path(output)),
-        model_folder=_path(model_folder),
+        resume=resume,
+        model_folder=model_folder,
         transport=transport,
         timeout_s=timeout_s,
         trace_steps=trace_steps,
         host_memory_bytes=host_memory_bytes,
-        overwrite=overwrite or starts_over(resume, Path(output)),
-        dump_state=_path(dump_state),
+        overwrite=overwrite,
+        dump_state=dump_state,
         hooks=hooks,
     )
-    prepare(job)
-    for name, text in (files or {}).items():
-        (job.output / name).write_text(text)
+    return execute(job, ranks=ranks, log=log, files=files)
+
+
+def job_of(plan: Plan, **arguments: Any) -> Job:
+    """The job of ``run``'s arguments, texts turned into paths. Raises SpipeError if there is nothing to resume."""
+    output, resume = Path(arguments.pop("output")), arguments.pop("resume", None)
+    for name in ("data", "tokenizer", "model_folder", "dump_state"):
+        arguments[name] = _path(arguments.get(name))
+    overwrite = arguments.pop("overwrite", False) or starts_over(resume, output)
+    return Job(plan, output=output, resume=resolve_resume(resume, output), overwrite=overwrite, **arguments)
+
+
+def execute(
+    job: Job, *, ranks: RankProcesses | None = None, log: Log | None = None, files: Mapping[str, str] | None = None,
+    before_start: Callable[[], None] = lambda: None,
+) -> RunResult:  # fmt: skip
+    """Check a job, take its run directory, run it. ``before_start`` puts further files there."""
+    prepare(job, files)
+    before_start()
     with _processes(ranks, job.num_ranks) as processes:
         processes.run(job, log or (lambda row: None))
     return RunResult.load(job.output)
@@ -167,9 +184,20 @@ def starts_over(resume: str | Path | None, output: Path) -> bool:
     return str(resume) == "auto" and not find_checkpoints(output) and not (output / "result.json").exists()
 
 
-def prepare(job: Job) -> None:
-    """Check everything, turn text into tokens where a tokenizer is given, and take the run directory."""
+def prepare(job: Job, files: Mapping[str, str] | None = None) -> None:
+    """Check everything, turn text into tokens where a tokenizer is given, and take the run directory.
+
+    ``files``: further text files for it, by name.
+    """
     job.check()
+    _claim_with_tokens(job)
+    for name, text in (files or {}).items():
+        (job.output / name).write_text(text)
+    with open(job.output / ENVIRONMENT_FILE, "a") as file:
+        file.write(json.dumps(environment()) + "\n")
+
+
+def _claim_with_tokens(job: Job) -> None:
     if job.tokenizer is None:
         claim(job)
         return

@@ -91,7 +91,7 @@ class HostTransport:
         flag = self.store.layout.mailbox_flags[key]
         if number >= MAILBOX_SLOTS:
             self._wait(flag + 1, number - MAILBOX_SLOTS + 1)
-        self.device.copy(self.boxes[key][number % MAILBOX_SLOTS], tensor)
+        self.device.copy(self.boxes[key][number % MAILBOX_SLOTS][: tensor.numel()], tensor)
         self.device.finish_lane()
         self.store.flags.set(flag, number + 1)
 
@@ -99,7 +99,7 @@ class HostTransport:
         key, number = self.messages.number(op, step)
         flag = self.store.layout.mailbox_flags[key]
         self._wait(flag, number + 1)
-        self.device.copy(tensor, self.boxes[key][number % MAILBOX_SLOTS])
+        self.device.copy(tensor, self.boxes[key][number % MAILBOX_SLOTS][: tensor.numel()])
         self.device.finish_lane()
         self.store.flags.set(flag + 1, number + 1)
 

@@ -1,9 +1,10 @@
 """What checkpoints and clipping cost a step, on CPU ranks: runs in turns, so that other load meets all alike.
 
     python scripts/bench_extras.py --json extras.json
-    python scripts/bench_extras.py --model llama.toml --steps 40 --every 20 --rounds 3
+    python scripts/bench_extras.py --model llama.toml --steps 63 --seconds 600
 
-A run's cost is its mean time per step, after three steps of warm-up, over that of a run without. Ratios are taken
+Rounds are repeated until the next one would take longer than what is left of --seconds; two are always done. A run's
+cost is its mean time per step, after three steps of warm-up, over that of a run without. Ratios are taken
 inside a round; shown are their medians and quartiles. Write rates are over the seconds from the first bucket to the
 renaming, next to that of one file of the same size, written and made durable alone.
 """
@@ -17,6 +18,9 @@ import time
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from spipe.hardware import load_hardware
 from spipe.model import load_model
@@ -49,6 +53,32 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": median(values), "low": low, "high": high}
 
 
+def show(report: dict[str, Any], options: argparse.Namespace) -> None:
+    """The report as a table."""
+
+    def row(what: str, value: dict[str, float], form: str) -> None:
+        table.add_row(what, *(form.format(value[key]) for key in ("median", "low", "high")))
+
+    table = Table(
+        title=f"{options.model}, {options.ranks} CPU ranks, {report['rounds']} rounds of {options.steps} steps"
+    )
+    table.add_column("what")
+    for name in ("median", "lower quartile", "upper quartile"):
+        table.add_column(name, justify="right")
+    row("step, without extras", {key: 1e3 * value for key, value in report["step_s"].items()}, "{:.1f} ms")
+    row(f"a checkpoint every {options.every} steps", report["checkpoint_cost"], "{:+.1%}")
+    for share, cost in report["clipping_cost"].items():
+        row(f"clipping, {share}", cost, "{:+.1%}")
+    row("synchronous optimizer, 5% clipped", report["synchronous_cost"], "{:+.1%}")
+    row("writing a checkpoint", {k: v / 1e6 for k, v in report["write_bytes_per_s"].items()}, "{:.0f} MB/s")
+    row("the disk, one file", {k: v / 1e6 for k, v in report["disk_bytes_per_s"].items()}, "{:.0f} MB/s")
+    Console(width=110).print(table)
+    print(
+        f"a checkpoint has {report['checkpoint_bytes'] / 1e6:.1f} MB, {report['parameters'] / 1e6:.2f} M parameters; "
+        f"load of the machine at the end {report['load']:.1f}"
+    )
+
+
 def with_max_norm(plan: Plan, max_norm: float) -> Plan:
     return plan.replace(optimizer=plan.optimizer.replace(max_norm=max_norm))
 
@@ -61,9 +91,9 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--global-batch", type=int, default=8)
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--steps", type=int, default=103)
+    parser.add_argument("--steps", type=int, default=43)
     parser.add_argument("--every", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--folder", type=Path, help="where runs are written; default: a temporary folder")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -81,7 +111,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as name, RankProcesses(options.ranks) as ranks:
         report = measure(plan, options, Path(name), ranks)
     report["parameters"] = plan.model.num_parameters()
-    print(json.dumps(report, indent=1))
+    show(report, options)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
@@ -110,8 +140,12 @@ def measure(plan: Plan, options: argparse.Namespace, folder: Path, ranks: RankPr
     clipping: dict[float, list[float]] = {share: [] for share in CLIPPED}
     shares: dict[float, list[float]] = {share: [] for share in CLIPPED}
     waiting: list[float] = []
-    for _ in range(options.rounds):
+    bases: list[float] = []
+    began, rounds = time.monotonic(), 0
+    while rounds < 2 or (time.monotonic() - began) * (rounds + 1) / rounds < options.seconds:
+        rounds += 1
         base = step_s(go(plan))
+        bases.append(base)
         checkpoint.append(step_s(go(plan, checkpoint_every=options.every, keep=1)) / base - 1)
         for share, limit in limits.items():
             result = go(with_max_norm(plan, limit))
@@ -120,7 +154,9 @@ def measure(plan: Plan, options: argparse.Namespace, folder: Path, ranks: RankPr
         waiting.append(step_s(go(with_max_norm(plan.replace(options={"optimizer": "sync"}), limits[0.05]))) / base - 1)
     size, rates = saves[0][0], [num_bytes / max(seconds, 0.005) for num_bytes, seconds in saves]
     return {
-        "step_s": base,
+        "rounds": rounds,
+        "steps": options.steps,
+        "step_s": spread(bases),
         "checkpoint_cost": spread(checkpoint),
         "checkpoint_bytes": size,
         "write_bytes_per_s": spread(rates),

@@ -14,7 +14,7 @@ from typing import Any
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec, MeasuredLayer
-from spipe.model import LAYER_KINDS, LayerKind, PassName
+from spipe.model import LAYER_KINDS, LayerKind, ModelSpec, PassName
 from spipe.ops import PARTNER, Kind
 from spipe.plan import Plan
 from spipe.sim.cost import CostModel
@@ -73,6 +73,11 @@ def calibrate(
     """
     if not runs:
         raise SpipeError("calibration needs at least one run: a plan and its trace")
+    for plan, _ in runs:
+        if not isinstance(plan.model, ModelSpec):
+            raise SpipeError(
+                f"calibration measures built-in layers; {plan.model.name} is a list of layers: leave that run out"
+            )
     hardware = _with_cores(hardware or runs[0][0].hardware, [trace for _, trace in runs])
     names = names or [f"run {number}" for number in range(len(runs))]
     fit = _Fit(
@@ -121,8 +126,13 @@ Shape = tuple[object, ...]
 """All that the time of a layer depends on, apart from its kind and pass."""
 
 
+def _decoder(costs: CostModel) -> ModelSpec:
+    assert isinstance(costs.model, ModelSpec)
+    return costs.model
+
+
 def _shape(costs: CostModel) -> Shape:
-    sizes = [MeasuredLayer.shape_of(costs.model, kind) for kind in LAYER_KINDS]
+    sizes = [MeasuredLayer.shape_of(_decoder(costs), kind) for kind in LAYER_KINDS]
     return (
         costs.microbatch_size,
         costs.sequence,
@@ -181,7 +191,7 @@ class _Fit:
                     "seconds": value,
                     "spread_s": _spread(ops) * value,
                     "num_samples": max(1, sum(op.seconds.count for op in ops)),
-                    **MeasuredLayer.shape_of(costs.model, layer),
+                    **MeasuredLayer.shape_of(_decoder(costs), layer),
                 }
             )
             entries[entry_key(entry)] = entry

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from spipe.hardware import HardwareSpec, MeasuredLayer
-from spipe.model import LAYER_KINDS, PASS_FACTOR, LayerKind, ModelSpec, PassName
+from spipe.layer_list import Model
+from spipe.model import PASS_FACTOR, ModelSpec, PassName
 from spipe.ops import COMPUTE, RECVS, Kind
 from spipe.plan import ELEMENT_BYTES, Plan
 
@@ -30,7 +31,7 @@ class CostModel:
         ranks_per_host: ranks in use on a host.
     """
 
-    model: ModelSpec
+    model: Model
     hardware: HardwareSpec
     precision: str
     sequence: int
@@ -63,7 +64,7 @@ class CostModel:
         """What the costs asked for so far rest on, other than measurements."""
         if not self._uncalibrated:
             return tuple(self._notes)
-        what = "any layer" if len(self._uncalibrated) == 9 else ", ".join(self._uncalibrated)
+        what = "any layer" if len(self._uncalibrated) == len(self._layer_seconds) else ", ".join(self._uncalibrated)
         return (
             f"not calibrated for {what} ({self.precision}, {self.microbatch_size} x {self.sequence} tokens) on "
             f"{self.hardware.name}: estimated from peak rates",
@@ -85,15 +86,16 @@ class CostModel:
 
     # ------------------------------------------------------------------ layers and stages
 
-    def layer_s(self, kind: LayerKind, pass_name: PassName) -> float:
+    def layer_s(self, kind: str, pass_name: PassName) -> float:
         """Seconds of one pass of one layer for one microbatch, without the overhead of the op."""
         return self._layer_seconds[kind, pass_name]
 
     @cached_property
-    def _layer_seconds(self) -> dict[tuple[LayerKind, PassName], float]:
-        return {(kind, name): self._layer_s(kind, name) for kind in LAYER_KINDS for name in PASS_FACTOR}
+    def _layer_seconds(self) -> dict[tuple[str, PassName], float]:
+        kinds = dict.fromkeys(map(self.model.layer_kind, range(self.model.num_total_layers)))
+        return {(kind, name): self._layer_s(kind, name) for kind in kinds for name in PASS_FACTOR}
 
-    def _layer_s(self, kind: LayerKind, pass_name: PassName) -> float:
+    def _layer_s(self, kind: str, pass_name: PassName) -> float:
         hardware = self.hardware
         if hardware.unit_cost is not None:
             return hardware.unit_cost.layer_s(kind, pass_name)
@@ -116,7 +118,9 @@ class CostModel:
         self._uncalibrated[f"{kind} {pass_name}"] = None
         return self._roofline_s(kind, pass_name) * threads
 
-    def _nearest_measured(self, kind: LayerKind, pass_name: PassName) -> MeasuredLayer | None:
+    def _nearest_measured(self, kind: str, pass_name: PassName) -> MeasuredLayer | None:
+        if not isinstance(self.model, ModelSpec):
+            return None
         shape = MeasuredLayer.shape_of(self.model, kind)
         fits = [
             entry
@@ -130,7 +134,7 @@ class CostModel:
             default=None,
         )
 
-    def _roofline_s(self, kind: LayerKind, pass_name: PassName, shape: MeasuredLayer | None = None) -> float:
+    def _roofline_s(self, kind: str, pass_name: PassName, shape: MeasuredLayer | None = None) -> float:
         """Operations / reachable rate, and bytes / memory bandwidth beside it.
 
         The sum, not the larger of the two: a layer alternates between matrix products and ops that only move data.
@@ -153,7 +157,7 @@ class CostModel:
             num_bytes = moved if pass_name != "backward" else 2 * (moved + parameters * self.gradient_element_bytes)
         return flops / rate + num_bytes / accelerator.memory_bandwidth_bytes_per_s
 
-    def roofline_ratio(self, kind: LayerKind, pass_name: PassName) -> float:
+    def roofline_ratio(self, kind: str, pass_name: PassName) -> float:
         """Time of a layer in units of a block's, by peak rates; 0 where those are unlimited."""
         block = self._roofline_s("block", pass_name)
         return self._roofline_s(kind, pass_name) / block if block > 0 else 0.0
@@ -168,11 +172,11 @@ class CostModel:
         kinds = [self.model.layer_kind(layer) for layer in layers]
         return math.fsum(self._weight_gradient_share(kind) * self.layer_s(kind, "backward") for kind in kinds)
 
-    def _weight_gradient_share(self, kind: LayerKind) -> float:
+    def _weight_gradient_share(self, kind: str) -> float:
         """As many operations as the forward has outside attention scores, which have no weights."""
         if kind == "embedding":
             return 1.0
-        if kind == "head" or self.hardware.unit_cost is not None:
+        if kind == "head" or self.hardware.unit_cost is not None or not self.model.attention_size:
             return 0.5
         scores = 4.0 * self.tokens * self.sequence * self.model.attention_size / 2  # causal
         return 0.5 * (
@@ -192,10 +196,14 @@ class CostModel:
 
     def num_stepped_parameters(self, layers: range) -> int:
         """Parameters that are stepped with these layers: a tied one in the embedding's bucket only."""
-        tied = self.model.tied_parameters()
-        if tied and tied[1][0] in layers:
-            return self.num_parameters(layers) - self.model.vocab_size * self.model.hidden_size
-        return self.num_parameters(layers)
+        model = self.model
+        if isinstance(model, ModelSpec) and model.tied_embeddings and model.num_total_layers - 1 in layers:
+            return self.num_parameters(layers) - model.vocab_size * model.hidden_size
+        return self.num_trained_parameters(layers)
+
+    def num_trained_parameters(self, layers: range) -> int:
+        """Parameters that have gradients; a tied one counts wherever it is read."""
+        return sum(self.model.layer_num_trained(self.model.layer_kind(layer)) for layer in layers)
 
     def saved_bytes(self, layers: range) -> int:
         """Bytes that a forward of the layers saves for their backward, for one microbatch."""

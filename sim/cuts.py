@@ -127,11 +127,10 @@ class Retiming:
         self.num_forward = len(program.layout.forward)
         layers = program.layout.num_layers
         self.compute = [(np.flatnonzero(kinds == kind), _sums(model, layers, name)) for kind, name in _PASSES]
-        parameters = [model.num_parameters(range(i, i + 1)) for i in range(layers)]
-        stepped = [model.num_stepped_parameters(range(i, i + 1)) for i in range(layers)]
+        moved = (model.num_parameters, model.num_trained_parameters, model.num_stepped_parameters)
         self.weights = [
-            (np.flatnonzero(kinds == kind), _prefix(stepped if kind is Kind.STEP else parameters))
-            for kind in _WEIGHT_OPS
+            (np.flatnonzero(kinds == kind), _prefix([count(range(i, i + 1)) for i in range(layers)]))
+            for kind, count in zip(_WEIGHT_OPS, moved, strict=True)
         ]
         self.first, self.stop = self._bounds([Cuts.of(program.layout)])
         last: dict[int, int] = {}

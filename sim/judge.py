@@ -11,8 +11,8 @@ from typing import Any
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
+from spipe.layer_list import Model
 from spipe.memory import MemoryReport, memory
-from spipe.model import ModelSpec
 from spipe.plan import Plan, make_plan
 from spipe.sim.candidates import Candidate
 from spipe.sim.cost import CostModel
@@ -42,7 +42,7 @@ class Job:
         max_rank_bytes, max_host_bytes: what a plan may use of an accelerator and of a host, if less than there is.
     """
 
-    model: ModelSpec
+    model: Model
     hardware: HardwareSpec
     sequence: int
     contention: bool

@@ -223,7 +223,7 @@ class Pricing:
                 by_host[host] = by_host.get(host, 0.0) + size
             return [(self.copy_route(("memory", host), target), size) for host, size in by_host.items()]
         if kind is Kind.OFFLOAD_GRAD:
-            num_bytes = model.num_parameters(self.bucket(i)) * model.gradient_element_bytes
+            num_bytes = model.num_trained_parameters(self.bucket(i)) * model.gradient_element_bytes
         elif kind is Kind.STORE_WEIGHTS:
             num_bytes = model.num_parameters(self.bucket(i)) * model.element_bytes
         elif kind is Kind.LOAD_TOKENS:

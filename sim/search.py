@@ -21,7 +21,7 @@ from typing import Any
 from spipe.check import check
 from spipe.errors import SpipeError, unknown
 from spipe.hardware import HardwareSpec
-from spipe.model import ModelSpec
+from spipe.layer_list import Model
 from spipe.sim.advice import no_plan
 from spipe.sim.candidates import Candidate, every_cut
 from spipe.sim.judge import Verdict, has_spreads, improved, interval, replayed, simulated
@@ -45,7 +45,7 @@ WITH_INTERVAL = 8  # candidates, of the best, whose intervals are found
 
 
 def search(
-    model: ModelSpec,
+    model: Model,
     hardware: HardwareSpec,
     *,
     global_batch: int,

@@ -9,7 +9,7 @@ from typing import Any
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
 from spipe.layout import Layout, decoupled_layout
-from spipe.model import ModelSpec
+from spipe.layer_list import Model
 from spipe.options import Options
 from spipe.schedules import SCHEDULES, get_schedule
 from spipe.sim.bounds import least_step_s
@@ -203,7 +203,7 @@ def _layout(
 
 
 def make_space(
-    model: ModelSpec,
+    model: Model,
     hardware: HardwareSpec,
     *,
     global_batch: int,

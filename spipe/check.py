@@ -73,8 +73,9 @@ class _Checker:
             for kind in (Kind.RECOMPUTE, *self.backward_kinds) if backward else (Kind.FORWARD,):
                 expected.update({(kind, stage, m): spec.rank for m in range(program.num_microbatches)})
             if backward:
+                trained = [b for b in range(len(program.buckets[stage])) if program.trains(stage, b)]
                 for kind in (Kind.OFFLOAD_GRAD, Kind.STEP, Kind.COMMIT):
-                    expected.update({(kind, stage, b): spec.rank for b in range(len(program.buckets[stage]))})
+                    expected.update({(kind, stage, b): spec.rank for b in trained})
                 for b, layers in enumerate(program.buckets[stage]):
                     if program.is_held(layers.start):
                         expected[Kind.STORE_WEIGHTS, stage, b] = spec.rank
@@ -265,7 +266,9 @@ class _Checker:
             read = set(program.buckets[program.stage[i]][program.index[i]])
             if program.tied and self.layout.num_layers - 1 in read:
                 read.add(0)
-            for layer in read:
+            if read <= program.frozen and not any(program.kind[d] == Kind.VALIDATE for d in program.carried[i]):
+                yield f"{self.name(i)} may start a step before the one before is judged"
+            for layer in read - program.frozen:
                 if settled[layer] not in program.carried[i]:
                     yield f"{self.name(i)} may read stale weights: it does not wait for {self.name(settled[layer])}"
                 if not program.is_held(layer):
@@ -281,11 +284,13 @@ class _Checker:
         program, first = self.program, self.num_forward
         verdict = {program.rank[i]: i for i, kind in enumerate(program.kind) if kind == Kind.VALIDATE}
         top = first + len(self.layout.backward) - 1
-        head = self.find(Kind.OFFLOAD_GRAD, top, len(program.buckets[top]) - 1)
+        head = self.find(Kind.OFFLOAD_GRAD, top, len(program.buckets[top]) - 1) if program.tied else -1
         for k, spec in enumerate(self.layout.backward):
             stage = first + k
             backwards = [self.find(self.last_kind, stage, m) for m in range(program.num_microbatches)]
             for b, layers in enumerate(program.buckets[stage]):
+                if not program.trains(stage, b):
+                    continue
                 offload, step = self.find(Kind.OFFLOAD_GRAD, stage, b), self.find(Kind.STEP, stage, b)
                 commit = self.find(Kind.COMMIT, stage, b)
                 last = max(backwards, key=lambda i: self.position[i])
@@ -337,7 +342,10 @@ class _Checker:
         for k, spec in enumerate(self.layout.backward):
             stage = self.num_forward + k
             backwards = [self.find(self.last_kind, stage, m) for m in range(program.num_microbatches)]
-            offloads = [self.find(Kind.OFFLOAD_GRAD, stage, b) for b in range(len(program.buckets[stage]))]
+            buckets = [b for b in range(len(program.buckets[stage])) if program.trains(stage, b)]
+            if not buckets:
+                continue
+            offloads = [self.find(Kind.OFFLOAD_GRAD, stage, b) for b in buckets]
             first = min(backwards, key=lambda i: self.position[i])
             uses["gradient slab", spec.rank, 0, program.slot[first]].append(([first], offloads))
         for (what, _, _, slot), users in uses.items():

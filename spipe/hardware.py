@@ -15,6 +15,7 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from spipe.errors import SpipeError, unknown
+from spipe.layer_list import Model
 from spipe.model import LayerKind, ModelSpec, PassName
 from spipe.topology import Edge, Link, Place, Route, Text, Topology, topology
 from spipe.units import (
@@ -128,7 +129,7 @@ class UnitCost(Spec):
     recompute_factor: NonNegative = 1.0
     backward_factor: NonNegative = 2.0
 
-    def layer_s(self, kind: LayerKind, pass_name: PassName) -> float:
+    def layer_s(self, kind: str, pass_name: PassName) -> float:
         """Seconds of one pass of one layer for one microbatch."""
         if kind != "block":
             return 0.0
@@ -174,7 +175,7 @@ class MeasuredLayer(Spec):
     num_samples: Count = 1
 
     @staticmethod
-    def shape_of(model: ModelSpec, kind: LayerKind) -> dict[str, int]:
+    def shape_of(model: ModelSpec, kind: str) -> dict[str, int]:
         """The shape fields that matter for a layer of ``model``, the others 0."""
         block = kind == "block"
         return {
@@ -274,14 +275,16 @@ class HardwareSpec(Spec):
 
     def find_measured(
         self,
-        model: ModelSpec,
-        layer_kind: LayerKind,
+        model: Model,
+        layer_kind: str,
         pass_name: PassName,
         microbatch_size: int,
         sequence: int,
         dtype: str,
     ) -> MeasuredLayer | None:
         """The measurement of exactly this layer, pass, shape and dtype, if there is one."""
+        if not isinstance(model, ModelSpec):
+            return None
         shape = MeasuredLayer.shape_of(model, layer_kind)
         wanted = (layer_kind, pass_name, microbatch_size, sequence, dtype, *shape.values())
         for entry in self.measured:

@@ -4,6 +4,7 @@ One static account for simulator and runtime. Slots are as large as their larges
 gradient or stage input has its place from the moment its receive may be posted.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from spipe.errors import SpipeError
+from spipe.layer_list import Model
 from spipe.model import ModelSpec
 from spipe.ops import Kind
 from spipe.program import Program
@@ -23,6 +25,8 @@ ALIGNMENT = 64
 
 SNAPSHOT_BYTES, UNDO_LOG_BYTES = 12.0, 3.5
 """Host memory for undoing a step, per parameter: a copy of master and moments, needed if a beta is 0, or a log."""
+EVALUATION_BATCHES = 8
+"""Microbatches of an evaluation, shared out over the ranks, each of which has all of its own at a time."""
 WORKSPACE_BYTES = 32 << 20
 """What a matrix library takes per thread that calls it; the compute lane is one, autograd's another."""
 
@@ -89,26 +93,24 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def layer_bytes(model: ModelSpec, layer: int, element_bytes: int) -> int:
-    """Bytes of one layer's parameters (or gradients), each parameter aligned."""
-    total = 0
-    for shape in model.parameter_shapes(model.layer_kind(layer)).values():
-        size = element_bytes
-        for extent in shape:
-            size *= extent
-        total += aligned(size)
-    return total
+def layer_bytes(model: Model, layer: int, element_bytes: int, *, trained: bool = False) -> int:
+    """Bytes of one layer's parameters, each aligned; ``trained``: of those that have gradients."""
+    kind = model.layer_kind(layer)
+    left_out = model.frozen_parameters(kind) if trained else frozenset()
+    shapes = (shape for name, shape in model.parameter_shapes(kind).items() if name not in left_out)
+    return sum(aligned(element_bytes * math.prod(shape)) for shape in shapes)
 
 
-def memory(plan: "Plan") -> MemoryReport:
-    """The plan's memory on its own hardware."""
-    return _Account(plan).report()
+def memory(plan: "Plan", *, evaluates: bool = False) -> MemoryReport:
+    """The plan's memory on its own hardware; ``evaluates``: with what evaluations between steps need."""
+    return _Account(plan, evaluates).report()
 
 
 class _Account:
-    def __init__(self, plan: "Plan") -> None:
+    def __init__(self, plan: "Plan", evaluates: bool) -> None:
         from spipe.plan import ELEMENT_BYTES
 
+        self.evaluation_batches = -(-EVALUATION_BATCHES // plan.layout.num_ranks) if evaluates else 0
         self.plan, self.model = plan, plan.model
         self.program: Program = plan.program()
         self.ops: list[list[int]] = [[] for _ in range(plan.layout.num_ranks)]
@@ -118,10 +120,12 @@ class _Account:
         self.gradient_bytes = ELEMENT_BYTES[plan.gradient_dtype]
         kinds = [self.model.layer_kind(i) for i in range(self.model.num_total_layers)]
         self.weights = [layer_bytes(self.model, i, self.element_bytes) for i in range(len(kinds))]
-        self.gradients = [layer_bytes(self.model, i, self.gradient_bytes) for i in range(len(kinds))]
+        self.gradients = [layer_bytes(self.model, i, self.gradient_bytes, trained=True) for i in range(len(kinds))]
+        self.trained = [layer_bytes(self.model, i, self.element_bytes, trained=True) for i in range(len(kinds))]
         b, s = plan.microbatch_size, plan.sequence
         some_beta_is_zero = 0 in (plan.optimizer.beta1, plan.optimizer.beta2)
         self.undo_bytes = SNAPSHOT_BYTES if some_beta_is_zero else UNDO_LOG_BYTES
+        self.token_bytes = sum(aligned(t.num_bytes(b, self.element_bytes)) for t in self.model.input_tensors(b, s))
         self.boundary = aligned(self.model.boundary_bytes(b, s, self.element_bytes))
         self.saved = [self.model.layer_activation_bytes(kind, b, s, self.element_bytes) for kind in kinds]
         self.in_backward = [self.model.layer_backward_bytes(kind, b, s, self.element_bytes) for kind in kinds]
@@ -190,7 +194,7 @@ class _Account:
             "received messages": sum(rings.values()) * boundary,
             "unsent messages": sum(sends.values()) * boundary,
             **self.activation_items(rank),
-            "tokens": tokens * 2 * aligned(8 * self.plan.microbatch_size * self.plan.sequence),
+            "tokens": tokens * self.token_bytes,
         }
 
     def activation_items(self, rank: int) -> Items:
@@ -198,7 +202,9 @@ class _Account:
         layout, on_gpu = self.program.layout, self.plan.hardware.device == "cuda"
         workspaces = {"workspaces of libraries": 2 * WORKSPACE_BYTES} if on_gpu else {}
         if self.program.options.recompute != "never":
-            return {"activations and temporaries": self.working_set(rank), **workspaces}
+            working = max(self.working_set(rank), self.evaluation())
+            data = {"evaluation data": self.evaluation_batches * self.token_bytes} if self.evaluation_batches else {}
+            return {"activations and temporaries": working, **data, **workspaces}
         pairs = (pairwise(stages) for stages in (layout.forward, layout.backward))
         local = sum(any(a.rank == b.rank == rank for a, b in stages) for stages in pairs)
         return {
@@ -207,6 +213,13 @@ class _Account:
             "activations and temporaries": self.arena(rank),
             **workspaces,
         }
+
+    def evaluation(self) -> int:
+        """What an evaluation has in use at a time, between steps: one layer's weights, all boundaries, temporaries."""
+        if not self.evaluation_batches:
+            return 0
+        layers = max(w + t for w, t in zip(self.weights, self.temporary, strict=True))
+        return layers + self.evaluation_batches * self.boundary
 
     def working_set(self, rank: int) -> int:
         """The most that a rank's compute ops have in use at a time: what lives from one to another, and their own.
@@ -302,9 +315,12 @@ class _Account:
         layout = self.program.layout
         layers = [i for s in layout.backward if s.rank == rank for i in s.layers]
         owned = self.total(self.weights, layers)
-        held = self.total(self.weights, [i for i in layers if self.program.is_held(i)])
-        state = 12 * (owned - held) // self.element_bytes
-        if self.model.tied_embeddings and self.model.num_total_layers - 1 in layers:
+        state = 12 * self.total(self.trained, [i for i in layers if not self.program.is_held(i)]) // self.element_bytes
+        if (
+            isinstance(self.model, ModelSpec)
+            and self.model.tied_embeddings
+            and self.model.num_total_layers - 1 in layers
+        ):
             tied = self.model.vocab_size * self.model.hidden_size
             owned -= aligned(tied * self.element_bytes)
             state -= 12 * tied

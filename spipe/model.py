@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from spipe.errors import SpipeError, unknown
+from spipe.tensors import TensorSpec
 from spipe.units import Positive, Spec, read_table
 
 LayerKind = Literal["embedding", "block", "head"]
@@ -112,7 +113,7 @@ class ModelSpec(Spec):
 
     # Parameters
 
-    def parameter_shapes(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         """Name (as in Hugging Face, inside the layer) -> shape, in the order of the parameter store."""
         h, f, a, k, v = self.hidden_size, self.ffn_size, self.attention_size, self.kv_size, self.vocab_size
         if kind == "embedding":
@@ -137,7 +138,11 @@ class ModelSpec(Spec):
             "mlp.down_proj.weight": (h, f),
         }
 
-    def layer_num_parameters(self, kind: LayerKind) -> int:
+    def frozen_parameters(self, kind: str) -> frozenset[str]:
+        """Names of parameters that are not trained: none."""
+        return frozenset()
+
+    def layer_num_parameters(self, kind: str) -> int:
         """Parameters that one layer uses; a tied LM head counts in both layers that use it."""
         total = 0
         for shape in self.parameter_shapes(kind).values():
@@ -146,6 +151,14 @@ class ModelSpec(Spec):
                 size *= extent
             total += size
         return total
+
+    def layer_num_trained(self, kind: str) -> int:
+        """Parameters of a layer that are trained: all."""
+        return self.layer_num_parameters(kind)
+
+    def frozen_layers(self) -> frozenset[int]:
+        """Layers with nothing to train: none."""
+        return frozenset()
 
     def tied_parameters(self) -> tuple[tuple[int, str], tuple[int, str]] | None:
         """The two (layer, name) that are one parameter, if embeddings are tied."""
@@ -161,7 +174,7 @@ class ModelSpec(Spec):
 
     # Operations (2 per multiply-add)
 
-    def layer_forward_flops(self, kind: LayerKind, num_sequences: int, sequence: int, *, causal: bool = False) -> float:
+    def layer_forward_flops(self, kind: str, num_sequences: int, sequence: int, *, causal: bool = False) -> float:
         """Operations of one layer's forward pass over b = ``num_sequences`` sequences of s = ``sequence`` tokens.
 
         Block: 2T(2ha + 2hk + 3hf) + 4Tsa; head: 2ThV; embedding: 0. The second term counts the full score matrix, as
@@ -179,7 +192,7 @@ class ModelSpec(Spec):
         return products + (scores / 2 if causal else scores)
 
     def layer_flops(
-        self, kind: LayerKind, pass_name: PassName, num_sequences: int, sequence: int, *, causal: bool = False
+        self, kind: str, pass_name: PassName, num_sequences: int, sequence: int, *, causal: bool = False
     ) -> float:
         """Operations of one pass of a layer: recompute 1 ×, backward 2 × the forward pass."""
         if pass_name not in PASS_FACTOR:
@@ -198,11 +211,20 @@ class ModelSpec(Spec):
         """An activation (or its gradient) between two layers."""
         return num_sequences * sequence * self.hidden_size * element_bytes
 
+    def boundary_shape(self, layer: int, num_sequences: int, sequence: int) -> tuple[int, ...]:
+        """Shape of what enters layer ``layer`` >= 1."""
+        return num_sequences, sequence, self.hidden_size
+
+    def input_tensors(self, num_sequences: int, sequence: int) -> tuple[TensorSpec, TensorSpec]:
+        """What the first layer and the loss read of a microbatch: token ids and labels; shapes per sequence."""
+        tokens = TensorSpec(shape=(1, sequence), dtype="int64")
+        return tokens, tokens
+
     def loss_chunk_tokens(self, tokens: int) -> int:
         """Tokens whose logits are computed at a time: all of them, or so many that they are MAX_LOGITS elements."""
         return tokens if tokens * self.vocab_size <= MAX_LOGITS else max(1, MAX_LOGITS // self.vocab_size)
 
-    def layer_activation_bytes(self, kind: LayerKind, num_sequences: int, sequence: int, element_bytes: int) -> int:
+    def layer_activation_bytes(self, kind: str, num_sequences: int, sequence: int, element_bytes: int) -> int:
         """What autograd saves in one layer between recompute and backward, its output included and its input not
         (attention without a score matrix).
 
@@ -226,7 +248,7 @@ class ModelSpec(Spec):
             heads += self.num_heads + self.num_kv_heads
         return tokens * (element_bytes * (4 * h + attention + 4 * self.ffn_size) + 4 * heads)
 
-    def layer_backward_bytes(self, kind: LayerKind, num_sequences: int, sequence: int, element_bytes: int) -> int:
+    def layer_backward_bytes(self, kind: str, num_sequences: int, sequence: int, element_bytes: int) -> int:
         """The largest temporaries of one layer's backward pass, beyond what autograd saved.
 
         Block: the gradient of one product in the feed-forward, and that of another or of a weight. Head: two gradients
@@ -245,9 +267,7 @@ class ModelSpec(Spec):
         widest = max(self.ffn_size, self.attention_size)
         return element_bytes * (tokens * widest + max(tokens * widest, widest * h))
 
-    def layer_forward_activation_bytes(
-        self, kind: LayerKind, num_sequences: int, sequence: int, element_bytes: int
-    ) -> int:
+    def layer_forward_activation_bytes(self, kind: str, num_sequences: int, sequence: int, element_bytes: int) -> int:
         """The largest temporaries of one layer's forward pass without autograd, its output included.
 
         Block: residual and normed input 2h, and the larger of attention (queries, keys, values, output: 2a + 2k) and

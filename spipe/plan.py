@@ -16,9 +16,9 @@ from pydantic import Field, model_validator
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
+from spipe.layer_list import LayerListSpec, Model
 from spipe.layout import Layout, Stage
 from spipe.lower import lower, require_size
-from spipe.model import ModelSpec
 from spipe.options import Options
 from spipe.program import Program
 from spipe.schedules import SCHEDULES, get_schedule
@@ -140,7 +140,7 @@ class Plan(Spec):
     """A job that can be simulated and run."""
 
     schema_version: Literal[1] = 1
-    model: ModelSpec
+    model: Model
     hardware: HardwareSpec
     schedule: str
     layout: LayoutSpec
@@ -161,6 +161,11 @@ class Plan(Spec):
     """CPU threads of a rank's optimizer; 0: the host's cores shared out over its ranks, on device ``cuda`` less the two
     that launch kernels and copies."""
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
+    dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
+    """Of what a block's attention and feed-forward add; built-in layers only. Part of what is trained, not of layout:
+    masks are a function of seed, step, microbatch and layer."""
+    z_loss: NonNegative = 0.0
+    """Coefficient of the squared log-sum-exp of the logits in the loss; built-in layers only."""
     deterministic: bool = False
     """Device ``cuda``: only kernels whose result does not change from run to run; slower."""
     compile_layers: bool = False
@@ -176,6 +181,16 @@ class Plan(Spec):
             raise SpipeError(
                 f"layout.layer_costs has {len(self.layout.layer_costs)} entries, but {self.model.name} has {layers} "
                 "layers (embedding, blocks and head)"
+            )
+        if isinstance(self.model, LayerListSpec) and (self.dropout or self.z_loss):
+            raise SpipeError(
+                f"dropout = {self.dropout} and z_loss = {self.z_loss} are for built-in layers; {self.model.name} is a "
+                "list of layers: put them into its modules and its loss"
+            )
+        if self.options.device_layers and self.model.frozen_layers():
+            raise SpipeError(
+                f"device_layers = {self.options.device_layers} is for models that are trained as a whole; "
+                f"{self.model.name} has frozen layers: leave it out"
             )
         self.model.check_sequence(self.sequence)
         if self.layout.num_ranks > self.hardware.num_ranks:
@@ -206,7 +221,15 @@ class Plan(Spec):
 
     def program(self) -> Program:
         """The ops of one training step: the one schedule that simulator and runtime interpret."""
-        return _program(self.layout, self.schedule, self.num_microbatches, self.options, self.model.tied_embeddings)
+        model = self.model
+        return _program(
+            self.layout,
+            self.schedule,
+            self.num_microbatches,
+            self.options,
+            model.tied_embeddings,
+            model.frozen_layers(),
+        )
 
     def require_runnable(self) -> None:
         """Raises SpipeError if the schedule or an option is one that only the simulator knows."""
@@ -256,24 +279,26 @@ class Plan(Spec):
 
 
 @lru_cache(maxsize=2)  # a large program takes some 100 MB
-def _program(layout: LayoutSpec, schedule: str, num_microbatches: int, options: Options, tied: bool) -> Program:
+def _program(
+    layout: LayoutSpec, schedule: str, num_microbatches: int, options: Options, tied: bool, frozen: frozenset[int]
+) -> Program:
     laid_out = layout.layout()
     require_size(laid_out, num_microbatches)
     order = get_schedule(schedule).compute_order(laid_out, num_microbatches)
-    return lower(laid_out, order, num_microbatches, options, tied=tied)
+    return lower(laid_out, order, num_microbatches, options, tied=tied, frozen=frozen)
 
 
-def relative_layer_costs(model: ModelSpec, sequence: int) -> list[float]:
-    """Forward operations of every layer, in units of a block's."""
-    block = model.layer_forward_flops("block", 1, sequence, causal=True)
-    return [
-        model.layer_forward_flops(model.layer_kind(i), 1, sequence, causal=True) / block
-        for i in range(model.num_total_layers)
+def relative_layer_costs(model: Model, sequence: int) -> list[float]:
+    """Forward operations of every layer, in units of a block's (of a list of layers: of the largest)."""
+    flops = [
+        model.layer_forward_flops(model.layer_kind(i), 1, sequence, causal=True) for i in range(model.num_total_layers)
     ]
+    unit = max(flops) if isinstance(model, LayerListSpec) else flops[1]
+    return [value / unit for value in flops] if unit else [1.0] * len(flops)
 
 
 def make_plan(
-    model: ModelSpec,
+    model: Model,
     hardware: HardwareSpec,
     *,
     schedule: str = "spipe",

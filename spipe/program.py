@@ -61,6 +61,8 @@ class Program:
     num_microbatches: int
     options: Options
     tied: bool
+    frozen: frozenset[int]
+    """Layers with nothing to train: they are fetched, and have no gradient, STEP or COMMIT."""
     lanes: tuple[Lane, ...]
     kind: list[int]
     stage: list[int]
@@ -97,6 +99,10 @@ class Program:
     def is_held(self, layer: int) -> bool:
         """Whether the layer's weights and optimizer state lie on the accelerator of the rank that runs its backward."""
         return self.options.holds(layer, self.layout.num_layers, self.tied)
+
+    def trains(self, stage: int, bucket: int) -> bool:
+        """Whether a bucket of a stage has anything to train."""
+        return not self.frozen.issuperset(self.buckets[stage][bucket])
 
     def reads_held(self, i: int) -> bool:
         """Whether weight op ``i`` is about a layer that its own rank's accelerator holds."""

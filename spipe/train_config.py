@@ -15,7 +15,7 @@ from spipe.units import NonNegative, Positive, Spec, read_table
 Count = Annotated[int, Field(strict=True, ge=1)]
 CONFIG_FILE = "train.toml"
 _OPTIMIZER = tuple(AdamW.model_fields)
-_KERNELS = ("deterministic", "compile_layers")
+_PLAN = ("deterministic", "compile_layers", "dropout", "z_loss")
 _NEEDED = {"plan": "PLAN", "steps": "--steps", "output": "--output"}
 
 
@@ -39,13 +39,17 @@ class TrainConfig(Spec):
     model_folder: str | None = None
     device: Literal["cpu", "cuda"] | None = None
     transport: str = "auto"
+    timeout_s: Positive = 600.0
     trace_steps: Count = 25
     host_memory_gib: Positive | None = None
     gpu_memory_limit_gib: Positive | None = None
     """Of each GPU; PyTorch is held to it."""
     deterministic: bool | None = None
     compile_layers: bool | None = None
+    dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
+    z_loss: NonNegative | None = None
     tensorboard: bool = False
+    wandb: str | None = None
     learning_rate: NonNegative | None = None
     beta1: NonNegative | None = None
     beta2: NonNegative | None = None
@@ -75,12 +79,34 @@ class TrainConfig(Spec):
         """The file that says the same."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
-    def apply(self, plan: Plan) -> Plan:
-        """The plan with this configuration's optimizer, kernels and memory limit.
+    def files(self) -> dict[str, str]:
+        """Text files that say in the run folder what was given."""
+        return {CONFIG_FILE: self.text()}
 
-        Raises SpipeError for values that do not go together, and if the plan does not fit into the memory.
+    def run_arguments(self) -> dict[str, Any]:
+        """Arguments of ``spipe.runtime.run`` and fields of its job, but for the plan."""
+        names = (
+            "steps", "output", "data", "tokenizer", "token_bytes", "validation_fraction", "evaluate_every",
+            "checkpoint_every", "keep", "resume", "model_folder", "transport", "timeout_s", "trace_steps",
+        )  # fmt: skip
+        gib = self.host_memory_gib
+        return {
+            **{name: getattr(self, name) for name in names},
+            "host_memory_bytes": None if gib is None else max(1, int(gib * 2**30)),
+        }
+
+    def apply(self, plan: Plan) -> Plan:
+        """The plan with this configuration's optimizer, loss, kernels and memory limit.
+
+        Raises SpipeError for values that do not go together, and if the plan does not fit into the memory or the
+        device.
         """
-        changes: dict[str, Any] = {name: value for name in _KERNELS if (value := getattr(self, name)) is not None}
+        if self.device is not None and self.device != plan.hardware.device:
+            raise SpipeError(
+                f"--device {self.device}: the plan is for {plan.hardware.name}, whose device is "
+                f"{plan.hardware.device}; make a plan with `spipe search --hardware` of a {self.device} machine"
+            )
+        changes: dict[str, Any] = {name: value for name in _PLAN if (value := getattr(self, name)) is not None}
         optimizer = {name: value for name in _OPTIMIZER if (value := getattr(self, name)) is not None}
         if optimizer:
             changes["optimizer"] = plan.optimizer.replace(**optimizer)
@@ -93,9 +119,7 @@ class TrainConfig(Spec):
                 )
             accelerator = plan.hardware.accelerator.replace(memory_bytes=limit * 2**30)
             changes["hardware"] = plan.hardware.replace(accelerator=accelerator)
-        if not changes:
-            return plan
-        plan = plan.replace(**changes)
+        plan = plan.replace(**changes) if changes else plan
         if limit is not None:
-            memory(plan).require()
+            memory(plan, evaluates=self.evaluate_every is not None).require()
         return plan

@@ -271,7 +271,7 @@ def _has_wrong_unit(key: str, field: str) -> bool:
 
 
 def _message(cls: type[BaseModel], details: Any, written: Mapping[KeyPath, tuple[str, Any]]) -> str:
-    path: KeyPath = tuple(part for part in details["loc"] if part != "[key]")
+    path: KeyPath = tuple(part for part in details["loc"] if not str(part).startswith("["))
     if details["type"] == "extra_forbidden":
         return _unknown_key(cls, path)
     if details["type"] == "missing":

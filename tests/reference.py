@@ -14,7 +14,8 @@ import torch
 from spipe.plan import Plan
 from spipe.runtime import layers
 from spipe.runtime.adam_reference import adamw_step_tensors, as_array, sum_of_squares
-from spipe.runtime.data import Corpus, Feed
+from spipe.runtime.data import Corpus, TokenFeed
+from spipe.runtime.network import draw_seed, seed_generator
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,7 +38,7 @@ class Reference:
     def __post_init__(self) -> None:
         plan, model = self.plan, self.plan.model
         self.dtype, self.gradient_dtype = DTYPES[plan.precision], DTYPES[plan.gradient_dtype]
-        self.feed = Feed(plan, Corpus.load(self.data))
+        self.feed = TokenFeed(plan, Corpus.load(self.data))
         self.kinds = [model.layer_kind(i) for i in range(model.num_total_layers)]
         tied = model.tied_parameters()
         self.alias = {tied[1]: tied[0]} if tied else {}
@@ -60,12 +61,14 @@ class Reference:
             self.step()
         return self
 
-    def loss(self, uses: list[dict[str, torch.Tensor]], tokens: torch.Tensor) -> torch.Tensor:
+    def loss(self, uses: list[dict[str, torch.Tensor]], tokens: torch.Tensor, microbatch: int) -> torch.Tensor:
         """Mean loss of one microbatch; tokens (b, s + 1)."""
+        plan, step = self.plan, len(self.losses)
         x = layers.embedding(uses[0], tokens[:, :-1].contiguous())
-        for p in uses[1:-1]:
-            x = layers.block(p, x, self.plan.model, self.rotary)
-        return layers.head(uses[-1], x, tokens[:, 1:].contiguous(), self.plan.model)
+        for i, p in enumerate(uses[1:-1]):
+            seed_generator(torch.device(self.device), draw_seed(plan.seed, step, microbatch, i + 1))
+            x = layers.block(p, x, plan.model, self.rotary, plan.dropout)
+        return layers.head(uses[-1], x, tokens[:, 1:].contiguous(), plan.model, plan.z_loss)
 
     def gradients(self, step: int) -> dict[tuple[int, str], torch.Tensor]:
         """Gradients of every use of a parameter, scaled by the loss scale; appends the step's loss."""
@@ -85,7 +88,7 @@ class Reference:
         losses = []
         for m in range(plan.num_microbatches):
             tokens = torch.from_numpy(self.feed.batch(step, m))
-            loss = self.loss(uses, tokens.to(self.device))
+            loss = self.loss(uses, tokens.to(self.device), m)
             loss.backward(torch.tensor(self.scale / plan.num_microbatches, device=self.device))
             losses.append(float(loss.detach()))
             for (i, n), total in totals.items():

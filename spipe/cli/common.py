@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spipe import train_options
 from spipe.errors import SpipeError
 
 if TYPE_CHECKING:
@@ -39,12 +40,9 @@ def whole_number(minimum: int) -> Callable[[object], int]:
 
     def parse(text: object) -> int:
         try:
-            number = int(str(text))
-        except ValueError:
-            number = minimum - 1
-        if number < minimum:
-            raise typer.BadParameter(f"{text} is not a whole number of at least {minimum}")
-        return number
+            return train_options.whole_number(text, minimum)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
 
     return parse
 
@@ -55,12 +53,9 @@ Count = whole_number(1)
 def positive(text: object) -> float:
     """A parser of option values: a finite number above 0."""
     try:
-        number = float(str(text))
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise typer.BadParameter(f"{text} is not a number above 0")
-    return number
+        return train_options.positive_number(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @contextmanager

@@ -275,9 +275,12 @@ def simulate(
     if zero3:
         if trace is not None or explain:
             raise SpipeError("--zero3 simulates another system than the plan's: it goes without --trace and --explain")
+        from spipe.model import ModelSpec
         from spipe.sim.zero3 import ranks_only
         from spipe.sim.zero3 import zero3 as simulate_zero3
 
+        if not isinstance(chosen.model, ModelSpec):
+            raise SpipeError(f"--zero3 knows built-in layers; {chosen.model.name} is a list of layers: leave it out")
         step = simulate_zero3(
             chosen.model,
             ranks_only(override or chosen.hardware, chosen.layout.num_ranks),

@@ -35,7 +35,13 @@ def require_size(layout: Layout, num_microbatches: int) -> None:
 
 
 def lower(
-    layout: Layout, order: ComputeOrder, num_microbatches: int, options: Options | None = None, *, tied: bool = False
+    layout: Layout,
+    order: ComputeOrder,
+    num_microbatches: int,
+    options: Options | None = None,
+    *,
+    tied: bool = False,
+    frozen: frozenset[int] = frozenset(),
 ) -> Program:
     """The program of one training step.
 
@@ -45,6 +51,7 @@ def lower(
         num_microbatches: microbatches per step.
         options: slots, routes and optimizer order.
         tied: the embedding's weight is also the head's: one parameter, stepped once with both gradients.
+        frozen: layers with nothing to train: no OFFLOAD_GRAD, STEP or COMMIT for buckets that hold no other.
 
     Raises:
         SpipeError: if the dependencies are cyclic (too few slots for this order), naming the ops and numbers.
@@ -53,7 +60,7 @@ def lower(
         raise SpipeError(f"a step needs at least one microbatch, got {num_microbatches}")
     require_size(layout, num_microbatches)
     with collector_paused():
-        return _graph(Draft(layout, num_microbatches, options or Options(), tied), order).program()
+        return _graph(Draft(layout, num_microbatches, options or Options(), tied, frozen), order).program()
 
 
 def _graph(draft: Draft, order: ComputeOrder) -> Graph:

@@ -21,8 +21,11 @@ class Draft:
         buckets: layers of each bucket, by stage number.
     """
 
-    def __init__(self, layout: Layout, num_microbatches: int, options: Options, tied: bool) -> None:
+    def __init__(
+        self, layout: Layout, num_microbatches: int, options: Options, tied: bool, frozen: frozenset[int]
+    ) -> None:
         self.layout, self.microbatches, self.options, self.tied = layout, num_microbatches, options, tied
+        self.frozen = frozen
         self.num_forward, self.num_backward = len(layout.forward), len(layout.backward)
         self.stages = (*layout.forward, *layout.backward)
         self.buckets = tuple(_buckets(stage.layers, options.bucket_layers) for stage in self.stages)
@@ -98,6 +101,10 @@ class Draft:
         for j, taker in enumerate(takers[:num_slots]):
             self.carried[taker].append(releasers[j + (count - 1 - j) // num_slots * num_slots])
         return zip(takers[num_slots:], releasers, strict=False)
+
+    def trains(self, layers: range) -> bool:
+        """Whether any of the layers has something to train."""
+        return not self.frozen.issuperset(layers)
 
     def keeps(self, k: int) -> bool:
         """Whether backward stage ``k`` finds what its forward saved and recomputes nothing."""

@@ -15,7 +15,7 @@ def add_gradient_offload(draft: Draft) -> Offloads:
     """A stage accumulates into one slab from its first BACKWARD until its gradients are on the host."""
     offloads: Offloads = {}
     for rank in range(draft.layout.num_ranks):
-        mine = [k for k, stage in enumerate(draft.layout.backward) if stage.rank == rank]
+        mine = [k for k, s in enumerate(draft.layout.backward) if s.rank == rank and draft.trains(s.layers)]
         mine.sort(key=lambda k: min(draft.last_backward[k]))
         first, last = [min(draft.last_backward[k]) for k in mine], [max(draft.last_backward[k]) for k in mine]
         alternating = max((sum(e >= f for f in first[j:]) for j, e in enumerate(last)), default=0)
@@ -29,7 +29,9 @@ def add_gradient_offload(draft: Draft) -> Offloads:
                 )
             stage, lane = draft.num_forward + k, draft.lane_number("d2h", rank)
             slab = []
-            for b in reversed(range(len(draft.buckets[stage]))):
+            for b, layers in reversed(list(enumerate(draft.buckets[stage]))):
+                if not draft.trains(layers):
+                    continue
                 offloads[k, b] = draft.add(Kind.OFFLOAD_GRAD, stage, b, rank, lane, [last[j]])
                 slab.append(offloads[k, b])
             slabs.append(slab)
@@ -48,9 +50,12 @@ def add_optimizer(draft: Draft, fetches: Sequence[int], loads: Sequence[int], of
     gradients_of_rank: list[list[int]] = [[] for _ in range(draft.layout.num_ranks)]
     for offload in offloads.values():
         gradients_of_rank[draft.rank[offload]].append(offload)
+    for k, each in enumerate(draft.layout.backward):
+        if not draft.trains(each.layers):  # a step's compute lies between two VALIDATEs, also where nothing is trained
+            gradients_of_rank[each.rank].append(max(draft.last_backward[k]))
     verdict = _add_collective(draft, Kind.VALIDATE, gradients_of_rank)
     readers = _fetches_of_held(draft, fetches)
-    head = offloads[draft.num_backward - 1, len(draft.buckets[-1]) - 1]
+    head = offloads.get((draft.num_backward - 1, len(draft.buckets[-1]) - 1), -1)
     commit_of_layer = [-1] * num_layers
     store_of_layer: dict[int, int] = {}
     commits: list[list[int]] = [[] for _ in range(draft.layout.num_ranks)]
@@ -85,7 +90,9 @@ def add_optimizer(draft: Draft, fetches: Sequence[int], loads: Sequence[int], of
             draft.carried[i].append(barriers[draft.rank[i]])
     for i in fetches:
         layers = draft.buckets[draft.stage[i]][draft.index[i]]
-        needed = {commit_of_layer[layer] for layer in layers}
+        needed = {commit_of_layer[layer] for layer in layers if layer not in draft.frozen}
+        if not needed:
+            needed.add(verdict[draft.rank[i]])
         if draft.tied and num_layers - 1 in layers:
             needed.add(commit_of_layer[0])
         store = store_of_layer.get(layers.start, -1)

@@ -194,6 +194,7 @@ def _program(draft: Draft, order: list[int], start: list[float]) -> Program:
         num_microbatches=draft.microbatches,
         options=draft.options,
         tied=draft.tied,
+        frozen=draft.frozen,
         lanes=tuple(
             Lane(name, rank, peer, "deadline" if deadline and name.startswith(("cpu", "settle")) else "in order")
             for name, rank, peer in draft.lanes

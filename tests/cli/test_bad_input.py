@@ -293,7 +293,7 @@ def test_ctrl_c_while_the_commands_load(monkeypatch: pytest.MonkeyPatch, capsys:
     assert (exit_info.value.code, capsys.readouterr().err) == (130, "spipe: interrupted\n")
 
 
-@pytest.mark.parametrize("option", ["--steps", "--trace-steps", "--timeout-s", "--host-memory-bytes"])
+@pytest.mark.parametrize("option", ["--steps", "--trace-steps", "--timeout-s", "--host-memory-gib"])
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "x"])
 def test_numbers_of_the_rank_program(
     capsys: pytest.CaptureFixture[str], plan_file: Path, tmp_path: Path, option: str, value: str
@@ -352,7 +352,7 @@ def test_a_folder_that_holds_a_run(refused: Refused, plan_file: Path) -> None:
 def test_a_device_or_transport_that_the_plan_is_not_for(refused: Refused, plan_file: Path, tmp_path: Path) -> None:
     run = ["run", plan_file, "--steps", 1, "-o", tmp_path / "run"]
     assert "the plan is for laptop, whose device is cpu" in refused(*run, "--device", "cuda")
-    assert "--device 'gpu' should be cpu or cuda" in refused(*run, "--device", "gpu")
+    assert "device = 'gpu' should be 'cpu' or 'cuda'" in refused(*run, "--device", "gpu")
     assert "transport nccl needs device cuda" in refused(*run, "--transport", "nccl")
     assert "unknown transport 'glo'; nearest: gloo" in refused(*run, "--transport", "glo")
 

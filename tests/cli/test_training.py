@@ -11,15 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 
 from spipe.cli.progress import hardware_flops_utilization, training_log
 from spipe.errors import SpipeError
 from spipe.hardware import load_hardware
 from spipe.memory import memory
-from spipe.model import load_model
+from spipe.model import ModelSpec, load_model
 from spipe.plan import Plan, make_plan
+from spipe.runtime.__main__ import main as run_rank
+from spipe.runtime.huggingface import parameter_shapes, write_model
+from spipe.runtime.tensor_file import TensorFile, TensorWriter
 from spipe.train_config import TrainConfig
+from spipe.train_options import TRAIN_OPTIONS
 
 from .conftest import Command
 
@@ -156,7 +161,10 @@ def test_a_run_without_a_checkpoint_is_not_exported(command: Command, refused: R
     assert "exists; give the name of a new folder" in refused("export", run, "-o", run)
 
 
-ROW = {"step": 2, "loss": 1.25, "step_s": 0.5, "tokens_per_s": 512.0, "skipped": True, "validation_loss": 2.5}
+ROW = {
+    "step": 2, "loss": 1.25, "step_s": 0.5, "tokens_per_s": 512.0, "skipped": True, "validation_loss": 2.5,
+    "device_peak_bytes": 3 << 30, "host_bytes": 5 << 30,
+}  # fmt: skip
 
 
 def test_a_terminal_shows_a_bar(
@@ -170,7 +178,13 @@ def test_a_terminal_shows_a_bar(
         log({"message": "page-locking"})
         log(ROW)
     shown = capsys.readouterr().err
-    for words in ("page-locking", "3/4", "loss 1.2500, 512 tokens/s, HFU", "1 skipped", "validation loss 2.5000"):
+    for words in (
+        "page-locking",
+        "3/4",
+        "loss 1.2500, 512 tokens/s, HFU",
+        "GPU 3.0 GiB, host 5.0 GiB, 1 skipped",
+        "validation loss 2.5000",
+    ):
         assert words in shown
     flops = plan.model.model_flops_per_token(plan.sequence, causal=True) * 4 / 3
     peak = plan.hardware.accelerator.peak("fp32") * 2
@@ -203,6 +217,51 @@ def test_tensorboard_gets_the_numbers(
     assert not (tmp_path / "run").exists()
 
 
+def test_weights_and_biases_gets_the_numbers(
+    refused: Refused, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    class Run:
+        def __enter__(self) -> "Run":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            seen.append("finished")
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            seen.append((values, step))
+
+    def init(project: str, dir: str, config: dict[str, Any]) -> Run:
+        seen.append((project, dir, config["steps"]))
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    config = TrainConfig(plan=str(plan_file), steps=4, output=str(tmp_path / "run"), wandb="mine")
+    with training_log(config, Plan.load(plan_file)) as log:
+        log({"message": "words"})
+        log(ROW)
+    values = {name: float(value) for name, value in ROW.items() if name != "step"}
+    assert seen == [("mine", str(tmp_path / "run"), 4), (values, 3), "finished"]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert "--wandb needs the package wandb: pip install wandb" in refused(
+        *train(plan_file, tmp_path / "run", "--wandb", "mine")
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_options_are_the_fields_of_the_configuration(plan_file: Path, tmp_path: Path) -> None:
+    assert {option.name for option in TRAIN_OPTIONS} | {"plan"} == TrainConfig.model_fields.keys()
+    config = tmp_path / "train.toml"
+    config.write_text("steps = 1\nmax_norm = 2.0\n")
+    output = tmp_path / "run"
+    options = ["--config", config, "--learning-rate", "0.25", "--dropout", "0.1", "--z-loss", "1e-4", "-o", output]
+    assert run_rank([str(plan_file), *map(str, options)], {}) == 0
+    plan = Plan.load(output / "plan.json")
+    assert (plan.optimizer.max_norm, plan.optimizer.learning_rate, plan.dropout, plan.z_loss) == (2.0, 0.25, 0.1, 1e-4)
+    assert tomllib.loads((output / "train.toml").read_text())["dropout"] == 0.1
+
+
 def test_kernels_and_the_limit_of_gpu_memory(tmp_path: Path, plan_file: Path, refused: Refused) -> None:
     """What holds for GPUs only changes their plans, and is refused for others; nothing is run here."""
     plan = make_plan(
@@ -229,3 +288,59 @@ def test_kernels_and_the_limit_of_gpu_memory(tmp_path: Path, plan_file: Path, re
     ):
         assert message in refused(*start, *option)
     assert not (tmp_path / "run").exists()
+
+
+def model_folder(folder: Path, model: ModelSpec, changed: dict[str, tuple[int, ...]] | None = None) -> Path:
+    """A model folder of several shards, filled with a constant; some tensors get other shapes."""
+    folder.mkdir()
+    write_model(folder, model, "fp32", lambda name, out: out.fill_(0.01), shard_bytes=1 << 20)
+    if changed:
+        file = next(iter(sorted(folder.glob("*.safetensors"))))
+        shapes = {name: entry.shape for name, entry in TensorFile(file).entries.items()}
+        shapes |= {name: shape for name, shape in changed.items() if name in shapes}
+        with TensorWriter(file, {name: (torch.float32, shape) for name, shape in shapes.items()}) as writer:
+            for name, shape in shapes.items():
+                writer.write(name, torch.zeros(shape))
+    return folder
+
+
+def test_unfit_models_data_and_checkpoints_leave_nothing(
+    command: Command, refused: Refused, plan_file: Path, tmp_path: Path
+) -> None:
+    model = Plan.load(plan_file).model
+    assert isinstance(model, ModelSpec)
+    run = tmp_path / "run"
+    start = ["run", plan_file, "--steps", 4, "-o", run]
+    whole = model_folder(tmp_path / "whole", model)
+    shards = sorted(whole.glob("*.safetensors"))
+    assert len(shards) > 1
+    data = shards[0].read_bytes()
+    shards[0].write_bytes(data[:-100])
+    assert re.search(rf"{shards[0].name}.*(cut off|bytes)", refused(*start, "--from", whole))
+    shards[0].write_bytes(b"\xff" * 200)
+    assert shards[0].name in refused(*start, "--from", whole)
+    shards[0].unlink()
+    assert re.search(rf"1 of {len(shards)} shards are missing: {shards[0].name}", refused(*start, "--from", whole))
+    names = [name for name in parameter_shapes(model) if "layers.0" in name or "layers.1" in name]
+    wrong = model_folder(tmp_path / "wrong", model, dict.fromkeys(names, (3, 5)))
+    message = refused(*start, "--from", wrong)
+    assert re.search(r"\d+ of its tensors do not fit the model", message)
+    assert message.count("has the shape [3, 5], the model needs") == min(
+        10, int(re.findall(r"(\d+) of its", message)[0])
+    )
+    (tmp_path / "empty.txt").touch()
+    assert "empty.txt: the file is empty" in refused(*start, "--data", tmp_path / "empty.txt")
+    assert re.search("No such option.*--momentum", refused(*start, "--momentum", "0.9"))
+    assert "beta1 = 1.0 should be less than 1" in refused(*start, "--beta1", "1")
+    for value in ("0", "-1", "nan"):
+        assert "max_norm = " in refused(*start, "--max-norm", value)
+    assert not run.exists()
+
+    assert command(*start, "--checkpoint-every", 4).code == 0
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    other = Plan.load(plan_file).replace(model=model.replace(ffn_size=model.ffn_size + 16))
+    other.save(tmp_path / "other.json")
+    message = refused("run", tmp_path / "other.json", "--steps", 6, "-o", run, "--resume", "auto")
+    assert f"ffn_size = {model.ffn_size} there, {model.ffn_size + 16} in the plan" in message
+    assert "is of another model than the plan's" in message
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

@@ -19,7 +19,7 @@ from spipe.errors import SpipeError
 from spipe.layout import Layout, Stage
 from spipe.plan import Plan
 from spipe.runtime import RunFailedError, RunResult, run
-from spipe.runtime.checkpoint import Checkpoint, find_checkpoints
+from spipe.runtime.checkpoint import Checkpoint, export, find_checkpoints
 from spipe.runtime.hooks import TestHooks
 from spipe.runtime.huggingface import parameter_name
 
@@ -164,6 +164,25 @@ def test_killed_while_saving_the_checkpoint_before_is_whole(
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(10))
     assert [row["loss"] for row in rows] == reference.losses
+
+
+@pytest.mark.slow
+def test_loading_takes_no_more_memory_than_running(small_plan: SmallPlan, tmp_path: Path) -> None:
+    """A tenth more at most, in fresh processes: neither a model folder nor a checkpoint is there twice."""
+    model = small_plan().model.replace(hidden_size=512, ffn_size=2048, num_heads=8, vocab_size=8192)
+    plan = small_plan(1, model=model, sequence=8)
+    peaks = []
+    for number, source in enumerate(("", "model", "checkpoint")):
+        more: dict[str, Any] = {"": {}, "model": {"model_folder": tmp_path / "model"},
+                                "checkpoint": {"resume": tmp_path / "0", "steps": 6}}[source]  # fmt: skip
+        options = {"steps": 3, "checkpoint_every": 3, **more}
+        result = run(plan, output=tmp_path / str(number), timeout_s=60.0, **options)
+        peaks.append(result.summary["peak_resident_bytes"][0])
+        if not number:
+            export(tmp_path / "0", tmp_path / "model")
+    assert 4 * model.num_parameters() > 0.07 * peaks[0]  # a second copy of the weights alone would be seen
+    assert peaks[1] <= 1.05 * peaks[0]
+    assert peaks[2] <= 1.1 * peaks[0]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Runs on a CUDA device: the losses of a plain loop, the same bits from any layout, overflow as on the CPU."""
 
+import copy
 import json
 import os
 import time
@@ -9,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import user_layers as user
 from reference import Reference, differences
+from torch import nn
 
 from spipe.hardware import load_hardware
+from spipe.memory import memory
 from spipe.model import ModelSpec
 from spipe.ops import Kind
-from spipe.plan import Plan
-from spipe.runtime import RankProcesses, RunFailedError, RunResult, run
+from spipe.plan import Plan, make_plan
+from spipe.runtime import RankProcesses, RunFailedError, RunResult, describe, run, train
 from spipe.runtime.hooks import TestHooks
 
 pytestmark = pytest.mark.gpu
@@ -159,3 +163,49 @@ def test_an_evaluation_takes_the_weights_of_its_step(
 
 def rows_of(result: RunResult) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (result.output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_dropout_is_the_same_in_every_layout(run_plan: Callable[..., RunResult], gpu_plan: Callable[..., Plan]) -> None:
+    """Masks of a forward on one rank are those of the recompute on another, or gradients would differ."""
+    shapes = [(1, {"forward": 1, "backward": 1}), (1, {"backward": 3}), (2, {}), (2, {"backward": 3})]
+    results = [run_plan(gpu_plan(n, dropout=0.2, z_loss=1e-3, deterministic=True, **more), 5) for n, more in shapes]
+    first = torch.load(results[0].output / "state.pt")
+    for result in results[1:]:
+        assert result.losses == results[0].losses
+        assert differences(torch.load(result.output / "state.pt"), first) == []
+    without = run_plan(gpu_plan(1, deterministic=True), 5)
+    assert without.losses != results[0].losses
+
+
+def test_layers_of_ones_own(rank_pool: Callable[[], RankProcesses], tmp_path: Path) -> None:
+    """One rank and two have the same bits, dropout included; without it the losses are those of PyTorch on the CPU."""
+    torch.manual_seed(0)
+    for dropout in (0.0, 0.2):
+        start = [nn.Embedding(256, 64), *(user.Residual(64, dropout) for _ in range(3)), user.Head(64, 256)]
+        found: list[tuple[list[float | None], dict[str, torch.Tensor]]] = []
+        for num_ranks, backward in ((1, 1), (1, 3), (2, 1)):
+            layers = copy.deepcopy(start)
+            plan = make_plan(
+                describe(layers, user.token_loss, microbatch_size=2, sequence=32), load_hardware("h200x2"),
+                num_ranks=num_ranks, forward_stages=1, backward_stages=backward, global_batch=6, microbatch_size=2,
+                sequence=32, precision="fp32", deterministic=True,
+            )  # fmt: skip
+            output = tmp_path / f"{dropout}-{num_ranks}-{backward}"
+            result = train(layers, user.token_loss, None, plan, steps=5, output=output, ranks=rank_pool())
+            found.append((result.losses, nn.Sequential(*layers).state_dict()))
+        for losses, state in found[1:]:
+            assert losses == found[0][0]
+            assert all(torch.equal(value, found[0][1][name]) for name, value in state.items())
+        if not dropout:
+            expected = user.plain(copy.deepcopy(start), user.token_loss, None, plan, 5)
+            torch.testing.assert_close(torch.tensor(found[0][0]), torch.tensor(expected), rtol=1e-4, atol=0)
+
+
+def test_an_evaluation_fits_into_what_is_planned_for_it(
+    run_plan: Callable[..., RunResult], gpu_plan: Callable[..., Plan]
+) -> None:
+    model = MODEL.model_copy(update={"vocab_size": 32000})
+    plan = gpu_plan(1, model=model, precision="bf16", microbatch_size=8, sequence=512, microbatches=1, backward=6)
+    result = run_plan(plan, 4, validation_fraction=0.1, evaluate_every=2)
+    planned = sum(memory(plan, evaluates=True).ranks[0].values())
+    assert result.summary["peak_device_bytes"][0] <= 1.02 * planned

@@ -13,7 +13,7 @@ from spipe.model import ModelSpec, from_huggingface
 from spipe.plan import Plan
 from spipe.runtime import RunResult, run
 from spipe.runtime.checkpoint import export
-from spipe.runtime.data import Corpus, Feed
+from spipe.runtime.data import Corpus, TokenFeed
 from spipe.runtime.huggingface import (
     ModelFolder,
     check_exportable,
@@ -93,7 +93,7 @@ def test_a_model_goes_in_and_out_with_its_logits(
     direct = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     assert torch.equal(logits_of(direct, tokens), expected)
     # What the run computed is what transformers computes.
-    batches = [torch.from_numpy(Feed(plan, Corpus.load()).batch(0, m)) for m in range(plan.num_microbatches)]
+    batches = [torch.from_numpy(TokenFeed(plan, Corpus.load()).batch(0, m)) for m in range(plan.num_microbatches)]
     losses = [
         torch.nn.functional.cross_entropy(logits_of(model, row[:-1]), row[1:]).item()
         for batch in batches

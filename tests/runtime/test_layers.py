@@ -19,8 +19,10 @@ MODEL = ModelSpec(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("tokens", "chunk"), [(12, 5), (12, 4), (7, 1)])
-def test_a_loss_in_chunks_equals_the_whole(monkeypatch: pytest.MonkeyPatch, tokens: int, chunk: int) -> None:
+@pytest.mark.parametrize(("tokens", "chunk", "z_loss"), [(12, 5, 0.0), (12, 4, 0.3), (7, 1, 0.0), (7, 7, 0.1)])
+def test_a_loss_in_chunks_equals_the_whole(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, chunk: int, z_loss: float
+) -> None:
     """Loss and gradients, in float64 precision of the comparison; a chunk holds ``chunk`` tokens."""
     monkeypatch.setattr("spipe.model.MAX_LOGITS", chunk * 50 + 49)
     model = ModelSpec(name="m", num_layers=1, hidden_size=16, ffn_size=16, num_heads=2, vocab_size=50)
@@ -33,10 +35,14 @@ def test_a_loss_in_chunks_equals_the_whole(monkeypatch: pytest.MonkeyPatch, toke
     for dtype in (torch.float32, torch.float64):
         leaves = [tensor.to(dtype).clone().requires_grad_() for tensor in (x, norm, weight)]
         if dtype is torch.float32:
-            loss = layers.head({"norm.weight": leaves[1], "lm_head.weight": leaves[2]}, leaves[0], labels, model)
+            loss = layers.head(
+                {"norm.weight": leaves[1], "lm_head.weight": leaves[2]}, leaves[0], labels, model, z_loss
+            )
         else:
             y = torch.nn.functional.rms_norm(leaves[0], (16,), leaves[1], model.norm_epsilon)
-            loss = torch.nn.functional.cross_entropy((y @ leaves[2].T).flatten(0, 1), labels.flatten())
+            logits = (y @ leaves[2].T).flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, labels.flatten())
+            loss = loss + z_loss * logits.logsumexp(1).square().mean()
         (loss * 7).backward()
         found.append([loss.detach().double(), *(leaf.grad.double() for leaf in leaves if leaf.grad is not None)])
     for ours, exact in zip(*found, strict=True):

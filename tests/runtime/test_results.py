@@ -2,12 +2,14 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+import spipe
 from spipe.errors import SpipeError
 from spipe.memory import memory
 from spipe.metrics import analyse
@@ -15,7 +17,9 @@ from spipe.model import MODELS
 from spipe.ops import SENDS
 from spipe.plan import Plan
 from spipe.runtime import RunResult
+from spipe.runtime.environment import git_commit
 from spipe.runtime.job import Job
+from spipe.runtime.store import StoreLayout
 from spipe.trace import Trace
 
 STEPS = 4
@@ -57,7 +61,14 @@ def test_metrics_and_summary(run_plan: Callable[..., RunResult], small_plan: Cal
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert [row["loss"] for row in rows] == result.losses
     assert all(row["tokens_per_s"] == plan.tokens_per_step / row["step_s"] for row in written)
+    region = StoreLayout(plan, STEPS, STEPS).num_bytes
+    assert all(row["host_bytes"] > region + 2 * 50e6 and row["device_peak_bytes"] == 0 for row in written)
     assert Plan.load(result.output / "plan.json") == plan
+    (start,) = [json.loads(line) for line in (result.output / "environment.jsonl").read_text().splitlines()]
+    assert start["versions"]["torch"] == result.summary["versions"]["torch"]
+    assert start["git"]["spipe"] == git_commit(Path(spipe.__file__).parent)
+    assert start["cores"] >= 1
+    assert start["command"][1:] == sys.argv
     assert result.summary["num_updates"] == STEPS
     assert result.summary["ops_per_step"]["BACKWARD"] == 4 * 4
     assert RunResult.load(result.output) == result

@@ -418,4 +418,4 @@ def _with_bandwidth(link: Link, bandwidth: float) -> Link:
 
 def entry_key(entry: MeasuredLayer) -> tuple[object, ...]:
     """What a measured entry is about, without its value."""
-    return tuple(value for name, value in entry if name not in ("seconds", "spread_s", "num_samples"))
+    return tuple(value for name, value in entry if name not in ("seconds", "spread_s", "num_samples", "source"))

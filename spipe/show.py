@@ -1,6 +1,7 @@
 """Results for people: tables, a plan in words, and a timeline in characters."""
 
 import math
+import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -17,6 +18,7 @@ from spipe.metrics import CAUSES, StepMetrics
 from spipe.model import ModelSpec
 from spipe.ops import Kind
 from spipe.plan import Plan
+from spipe.profile import Profile
 from spipe.program import Program
 from spipe.trace import Trace
 from spipe.units import to_human_units
@@ -353,6 +355,24 @@ def calibration(to: Console, fits: Sequence[Mapping[str, Any]], runs: Sequence[M
             "Step time of the runs it was fitted to (measured: median of the traced steps after warm-up)", columns, rows
         )
     )
+
+
+def profile(to: Console, found: Profile, hardware: HardwareSpec) -> None:
+    """What was measured on a machine, and the spec made of it."""
+    made = []
+    for sample in found.samples:
+        ordered = sorted(sample.seconds)
+        middle, quarter = statistics.median(ordered), len(ordered) // 4
+        spread = (ordered[-1 - quarter] - ordered[quarter]) / 2
+        about = ", ".join(f"{key.replace('_', ' ')} {_fact(value)}" for key, value in sample.about.items() if value)
+        rate = f"{_three(sample.about['bytes'] / middle / 1e9)} GB/s" if "bytes" in sample.about else ""
+        made.append((sample.what, about, seconds(middle), percent(spread, middle), str(len(ordered)), rate))
+    to.print(table("Measured", ("what", "of", "median", "spread", "samples", "rate"), made, left=2))
+    to.print(hardware.note, soft_wrap=True)
+
+
+def _fact(value: object) -> str:
+    return _three(value) if isinstance(value, float) else str(value)
 
 
 def _quantity(value: float, unit: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from spipe.cli import buying, planning, plotting, running, specs, validating
+from spipe.cli import buying, planning, plotting, profiling, running, specs, validating
 
 
 class CommandInterrupted(BaseException):
@@ -36,6 +36,7 @@ app = typer.Typer(
 \b
 Examples:
   spipe demo                                  the whole loop on this machine's CPU, in a few minutes
+  spipe profile -o hardware.toml              this machine, measured
   spipe search --model llama2-13b --hardware rtx4090x8 --global-batch 64 --sequence 2048 -o plan.json
   spipe simulate plan.json --trace trace.json
   spipe run plan.json --steps 30 -o run
@@ -43,6 +44,6 @@ Examples:
   spipe compare plan.json run --hardware hardware.toml
 """,
 )
-for _module in (specs, planning, buying, running, validating, plotting):
+for _module in (specs, profiling, planning, buying, running, validating, plotting):
     for _command in _module.COMMANDS:
         app.command()(_interruptible(_command))

@@ -1,0 +1,104 @@
+"""The command that measures this machine."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spipe.cli.common import Count, Force, JsonFile, Output, positive, progress, writing
+from spipe.errors import SpipeError, unknown
+
+_DEFAULT_MODELS = {"cuda": ("qwen3-1.7b", "llama2-7b"), "cpu": ("tiny",)}
+_DEFAULT_SEQUENCE = {"cuda": 2048, "cpu": 128}
+_DEFAULT_SIZES = (1, 2, 4)
+
+
+def profile(
+    output_file: Annotated[Path, typer.Option("-o", "--output", metavar="HARDWARE.toml", help="Write it here.")],
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", metavar="M", help="Measure this model's layers; may be repeated; default: some usual."),
+    ] = None,
+    microbatch_size: Annotated[
+        list[int] | None,
+        typer.Option(parser=Count, metavar="N", help="Sequences per microbatch; may be repeated; default: 1, 2, 4."),
+    ] = None,
+    sequence: Annotated[
+        list[int] | None,
+        typer.Option("--sequence", "--seq", parser=Count, metavar="N", help="Tokens per sequence; may be repeated."),
+    ] = None,
+    precision: Annotated[
+        list[str] | None, typer.Option(help="fp32, bf16 or fp16; may be repeated; default: bf16 on GPUs, fp32 on CPUs.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Default: cuda where there is one.")] = None,
+    threads: Annotated[
+        int, typer.Option(parser=Count, metavar="N", help="Device cpu: cores that a rank computes with.")
+    ] = 1,
+    effort: Annotated[float, typer.Option(parser=positive, metavar="X", help="Time spent, against the usual.")] = 1.0,
+    json_file: JsonFile = None,
+    force: Force = False,
+) -> None:
+    """Measure this machine: connections, copies, host memory, optimizer, and layers of some shapes. About a minute.
+
+    Leave the machine alone meanwhile. The result is a hardware description for search and simulate; --json keeps every
+    sample.
+
+    \b
+    Examples:
+      spipe profile -o hardware.toml
+      spipe profile --model llama2-7b --microbatch-size 2 --sequence 2048 -o hardware.toml --json profile.json
+    """
+    output = Output(json_file, force, (output_file,))
+    if device is not None and device not in ("cpu", "cuda"):
+        raise SpipeError(f"--device {device!r} should be cpu or cuda")
+
+    import torch
+
+    from spipe import show
+    from spipe.model import load_model
+    from spipe.plan import ELEMENT_BYTES
+    from spipe.runtime import profiling
+    from spipe.sim.profiled import hardware_of, warnings_of
+
+    for name in precision or ():
+        if name not in ELEMENT_BYTES:
+            raise unknown("precision", name, ELEMENT_BYTES)
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    cores = profiling.host.cores()
+    if threads > cores:
+        raise SpipeError(f"--threads {threads} should not exceed the {cores} cores of this machine")
+    models = [load_model(name) for name in model or _DEFAULT_MODELS[chosen]]
+    lengths = sequence or [_DEFAULT_SEQUENCE[chosen]]
+    shapes = profiling.shapes_of(
+        models, microbatch_size or _DEFAULT_SIZES, lengths, precision or ["bf16" if chosen == "cuda" else "fp32"]
+    )
+    with _progress() as report:
+        found = profiling.profile(shapes, device=chosen, threads=threads, effort=effort, progress=report)
+    hardware = hardware_of(found, output_file.stem)
+    with writing(output_file):
+        hardware.save(output_file)
+    progress(f"wrote {output_file}")
+    for warning in warnings_of(found):
+        progress(f"warning: {warning}")
+    output.show(found.to_json(), lambda console: show.profile(console, found, hardware))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on a terminal, else a line for each part."""
+    if not sys.stderr.isatty():
+        yield lambda done, total, what: progress(f"{done} of {total}: {what}")
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("starting", total=1)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+COMMANDS = (profile,)

@@ -116,6 +116,18 @@ class CostModel:
         self._uncalibrated[f"{kind} {pass_name}"] = None
         return self._roofline_s(kind, pass_name) * threads
 
+    def measured_entries(self) -> list[MeasuredLayer]:
+        """The measurements that the layers' times rest on."""
+        if self.hardware.unit_cost is not None:
+            return []
+        found = [
+            self.hardware.find_measured(self.model, kind, name, self.microbatch_size, self.sequence, self.precision)
+            or self._nearest_measured(kind, name)
+            for kind in LAYER_KINDS
+            for name in PASS_FACTOR
+        ]
+        return [entry for entry in found if entry is not None]
+
     def _nearest_measured(self, kind: LayerKind, pass_name: PassName) -> MeasuredLayer | None:
         shape = MeasuredLayer.shape_of(self.model, kind)
         fits = [

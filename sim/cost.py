@@ -170,6 +170,18 @@ class CostModel:
         block = self._roofline_s("block", pass_name)
         return self._roofline_s(kind, pass_name) / block if block > 0 else 0.0
 
+    def ratio_to_block(self, kind: LayerKind, pass_name: PassName) -> float:
+        """Time of a layer in units of a block's: as measured where both were, else by peak rates."""
+        found = [
+            self.hardware.find_measured(
+                self.model, each, pass_name, self.microbatch_size, self.sequence, self.precision
+            )
+            for each in (kind, "block")
+        ]
+        if all(found) and self.layer_s("block", pass_name) > 0:
+            return self.layer_s(kind, pass_name) / self.layer_s("block", pass_name)
+        return self.roofline_ratio(kind, pass_name)
+
     def stage_s(self, layers: range, pass_name: PassName) -> float:
         """Seconds of one pass of a stage for one microbatch, without the overhead of the op."""
         model = self.model

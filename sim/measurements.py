@@ -2,7 +2,9 @@
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
@@ -17,6 +19,7 @@ from spipe.topology import Place
 from spipe.trace import ROUNDING_S, Trace
 
 MIN_STEPS = 2
+_JUMP = 100.0  # no step takes so many times the median
 _BUCKETED = {Kind.FETCH, Kind.OFFLOAD_GRAD, Kind.STEP, Kind.COMMIT, Kind.STORE_WEIGHTS}
 
 Group = tuple[int, int, int]
@@ -29,6 +32,7 @@ class Measurement:
 
     Attributes:
         costs: the cost model of the run: shapes, precision, threads.
+        group: which ops.
         seconds: how long the op took; on device ``cpu`` the processor time it used, where the trace has it.
         gap_s: what its lane took to get to it on device ``cpu``, on average but for the worst tenth.
         layer_counts: layers by kind, for compute ops.
@@ -37,6 +41,7 @@ class Measurement:
     """
 
     costs: CostModel
+    group: Group
     kind: Kind
     seconds: Samples
     gap_s: float
@@ -69,6 +74,17 @@ def measured_step_s(program: Program, trace: Trace, warmup: int, where: str) -> 
     if not seconds > 0:
         raise SpipeError(f"{where}: the steps took {seconds} s in the median: the trace is damaged")
     return seconds
+
+
+def check_steps(times: Sequence[float], where: str) -> None:
+    """Raises SpipeError for a step time that cannot be: the clock went back, or jumped."""
+    middle = median(times)
+    for seconds in times:
+        if seconds <= 0 or seconds > _JUMP * middle:
+            raise SpipeError(
+                f"{where}: one step took {seconds:.6g} s, the median is {middle:.6g} s: the clock jumped, or the "
+                "machine slept; run again, or trace fewer steps (--trace-steps)"
+            )
 
 
 def measurements(
@@ -104,6 +120,7 @@ def measurements(
         found.append(
             Measurement(
                 costs=costs,
+                group=(kind_number, stage, bucket),
                 kind=kind,
                 seconds=samples,
                 gap_s=_usual_mean(gaps[kind_number, stage, bucket]) if hardware.device == "cpu" else 0.0,

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from spipe.cli.common import step_log
 from spipe.errors import SpipeError
-from spipe.ops import COMPUTE
 from spipe.trace import WARM_UP_STEPS
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def run(folder: Path | None, to: "Console", say: Say) -> dict[str, Any]:
         _head(to, "3", "Calibrate the hardware description with that run")
         calibration = calibrate(simulation.plan, hardware, folder / "run")
         calibration.hardware.save(folder / "hardware.toml")
-        show.calibration(to, calibration.report, calibration.runs)
+        show.calibration(to, calibration.to_json())
         judged = judge(simulation.plan, hardware, folder, processes, to, say)
     result = {
         "folder": str(folder),
@@ -255,13 +254,12 @@ def warn_if_busy(share: float, to: "Console") -> None:
 
 def processor_share(run: Path) -> float:
     """Processor time of a run's compute ops over their duration; below 1 where other threads had their core."""
+    from spipe.plan import Plan
+    from spipe.sim import stability
     from spipe.trace import Trace
 
-    trace = Trace.load(run / "trace.json")
-    names = {kind.name for kind in COMPUTE}
-    rows = [row for row, i in enumerate(trace.op) if trace.names[i].split()[0] in names]
-    duration_s = sum(trace.end_s[row] - trace.start_s[row] for row in rows)
-    return sum(trace.cpu_s[row] for row in rows) / duration_s
+    share = stability.processor_share(Plan.load(run / "plan.json").program(), Trace.load(run / "trace.json"))
+    return 1.0 if share is None else share
 
 
 def _predict(plan: "Plan", hardware: "HardwareSpec") -> float:

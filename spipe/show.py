@@ -3,6 +3,7 @@
 import math
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -333,28 +334,43 @@ def judged(to: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     to.print(table("Step time: predicted, then measured", columns, made))
 
 
-def calibration(to: Console, fits: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> None:
-    """What a calibration fitted, and how well the fitted hardware predicts the runs it was fitted to."""
+def calibration(to: Console, result: Mapping[str, Any]) -> None:
+    """What a calibration fitted, how well the fitted hardware predicts the runs, and where its values come from."""
     made = [
         (row["what"], _quantity(row["value"], row["unit"]), percent(row["spread"], 1.0), str(row["samples"]))
-        for row in fits
+        for row in result["fits"]
     ]
     to.print(table("Fitted", ("what", "value", "spread", "samples"), made))
-    columns = ("run", "predicted now", "measured", "error")
+    columns = ("run", "before", "error", "predicted now", "error", "measured")
     rows = [
         (
             str(row["run"]),
+            seconds(row["before_s"]),
+            error(row["before_s"], row["measured_s"]),
             seconds(row["predicted_s"]),
-            seconds(row["measured_s"]),
             error(row["predicted_s"], row["measured_s"]),
+            seconds(row["measured_s"]),
         )
-        for row in runs
+        for row in result["runs"]
     ]
     to.print(
         table(
             "Step time of the runs it was fitted to (measured: median of the traced steps after warm-up)", columns, rows
         )
     )
+    if result["held_out"]:
+        unseen = [
+            (row["name"], row["used_for"], seconds(row["predicted_s"]), seconds(row["measured_s"]),
+             error(row["predicted_s"], row["measured_s"]))
+            for row in result["held_out"]
+        ]  # fmt: skip
+        names = ("run", "used for", "predicted", "measured", "error")
+        to.print(table("Step time of runs that the fit had not seen", names, unseen, left=2))
+    origins = Counter(row["provenance"] for row in result["entries"])
+    to.print("values: " + ", ".join(f"{number} {origin}" for origin, number in origins.most_common()))
+    assumed = [row["what"] for row in result["entries"] if row["provenance"] == "assumed"]
+    if assumed:
+        to.print(f"assumed: {', '.join(assumed)}", soft_wrap=True)
 
 
 def profile(to: Console, found: Profile, hardware: HardwareSpec) -> None:

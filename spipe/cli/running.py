@@ -288,28 +288,43 @@ def load_run(folder: Path) -> "tuple[Plan, Trace]":
 def calibrate(
     runs: Annotated[list[Path], typer.Argument(metavar="RUNDIR...", help="Folders made by `spipe run`.")],
     output_file: Annotated[Path, typer.Option("-o", "--output", metavar="HARDWARE.toml", help="Write it here.")],
+    judge: Annotated[
+        list[Path] | None,
+        typer.Option("--judge", metavar="RUNDIR", help="A run to predict only; may be repeated."),
+    ] = None,
     hardware: HardwareOverride = None,
     json_file: JsonFile = None,
     force: Force = False,
 ) -> None:
     """Improve a hardware description with measured runs.
 
+    Several runs of different plans tell more, and how wrong a prediction is: each is predicted from the others.
+
     \b
     Examples:
       spipe calibrate run -o hardware.toml
-      spipe calibrate run1 run2 --hardware laptop -o hardware.toml
+      spipe calibrate run1 run2 --hardware profile.toml -o hardware.toml
+      spipe calibrate run1 run2 --judge run3 -o hardware.toml
     """
     output = Output(json_file, force, (output_file,))
-    measured = [load_run(folder) for folder in runs]
+    measured, judged = ([load_run(folder) for folder in folders] for folders in (runs, judge or []))
     start = load_override(hardware) or measured[0][0].hardware
 
     from spipe import show, sim
 
-    result = sim.calibrate(measured, start, names=[str(folder) for folder in runs])
+    result = sim.calibrate(
+        measured,
+        start,
+        names=[str(folder) for folder in runs],
+        judged=judged,
+        judged_names=[str(folder) for folder in judge or []],
+    )
     with writing(output_file):
         result.hardware.save(output_file)
     progress(f"wrote {output_file}")
-    output.show(result.to_json(), lambda console: show.calibration(console, result.report, result.runs))
+    for warning in result.warnings:
+        progress(f"warning: {warning}")
+    output.show(result.to_json(), lambda console: show.calibration(console, result.to_json()))
 
 
 def compare(

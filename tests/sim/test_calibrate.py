@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import re
+from array import array
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +16,7 @@ from spipe.plan import Plan, make_plan
 from spipe.sim import calibrate, compare, simulate
 from spipe.sim.cost import CostModel
 from spipe.sim.fitting import Prior, nonnegative_fit
+from spipe.sim.stability import warnings_of
 from spipe.trace import Trace
 
 SMALL = ModelSpec(name="small", num_layers=8, hidden_size=256, ffn_size=704, num_heads=4, vocab_size=1024)
@@ -232,3 +235,121 @@ def test_a_comparison_names_what_is_slower_than_predicted() -> None:
     assert causes["optimizer"]["measured_s"] > causes["optimizer"]["predicted_s"]
     assert result.step_time["error"] < 0
     assert set(result.to_json()) == {"hardware", "step_time", "ops", "bubbles", "notes"}
+
+
+def test_the_report_has_the_layers_of_the_spec() -> None:
+    slow = runs([laptop_plan()], LAPTOP)
+    for column in (slow[0][1].ready_s, slow[0][1].start_s, slow[0][1].end_s):
+        for row, seconds in enumerate(column):
+            column[row] = 1.4 * seconds
+    result = calibrate(slow)
+    values = {row["what"]: row["value"] for row in result.report}
+    assert values["time beyond processor time"] == pytest.approx(0.4, abs=0.1)
+    blocks = [entry for entry in result.hardware.measured if entry.layer_kind == "block"]
+    for entry in blocks:
+        text = f"block {entry.pass_name}, 1 x 128 fp32, hidden 256"
+        assert values[text] == pytest.approx(entry.seconds, rel=1e-12)
+    assert result.runs[0]["error"] == pytest.approx(0, abs=0.03)
+
+
+def test_steps_that_no_op_explains_are_said_and_left_out() -> None:
+    """Between the ops the ranks wait for something: only the ops' own wall time may be laid to the layers."""
+    ((plan, trace),) = runs([laptop_plan()], LAPTOP)
+    long = Trace.empty(plan.program(), "measured")
+    for row in range(len(trace)):
+        start = 2 * trace.start_s[row]
+        lasted = trace.end_s[row] - trace.start_s[row]
+        long.add(trace.step[row], trace.op[row], 2 * trace.ready_s[row], start, start + lasted, trace.cpu_s[row])
+    result = calibrate([(plan, long)])
+    assert next(row["value"] for row in result.report if "beyond" in row["what"]) == pytest.approx(0, abs=0.03)
+    assert any("longer than their ops explain" in text for text in result.warnings)
+
+
+def test_every_run_is_predicted_by_the_others() -> None:
+    truth = slower_gpu_host()
+    plans = [gpu_plan(), gpu_plan(schedule="mobius", forward_stages=4, backward_stages=4), gpu_plan(global_batch=4)]
+    measured = runs(plans, truth)
+    result = calibrate(measured)
+    assert [row["used_for"] for row in result.held_out] == ["left out"] * 3
+    assert {row["plan"] for row in result.held_out} == {plan.digest() for plan in plans}
+    for row in result.held_out:
+        assert row["error"] == pytest.approx(0, abs=0.04)
+    assert 0 < result.hardware.prediction_error < 0.04
+    assert all(abs(row["before_s"] / row["measured_s"] - 1) > 0.1 for row in result.runs)
+
+    judged = calibrate(measured[:1], judged=measured[1:], judged_names=["a", "b"])
+    assert [(row["name"], row["used_for"]) for row in judged.held_out] == [("a", "judge"), ("b", "judge")]
+    assert calibrate(measured[:1]).held_out == calibrate([measured[0], measured[0]]).held_out == []
+
+
+def test_a_rate_is_not_taken_for_slow_because_it_was_shared() -> None:
+    """The host's memory is too slow for the optimizer and the copies at once: what they take then is not their rate."""
+    truth = GPU.override({"cpu.memory_bandwidth_gb_per_s": 130.0, "cpu.adam_billion_parameters_per_s": 4.0})
+    start = truth.override({"cpu.adam_billion_parameters_per_s": 6.0})
+    plan = gpu_plan(microbatch_size=2)
+    found = calibrate(runs([plan], truth), start).hardware
+    assert found.cpu.adam_parameters_per_s == pytest.approx(4e9, rel=0.03)
+    other = gpu_plan(schedule="mobius", forward_stages=4, backward_stages=4, global_batch=4)
+    assert simulate(other, hardware=found).step_s == pytest.approx(simulate(other, hardware=truth).step_s, rel=0.03)
+
+
+def test_what_was_measured_on_its_own_follows_what_runs_show() -> None:
+    """Layers take 1.2 times as long in a run as on their own: so will those of a model that no run has."""
+    other = SMALL.replace(name="other", hidden_size=128)
+    other_plan = make_plan(
+        other, LAPTOP, forward_stages=1, backward_stages=2, num_ranks=2, global_batch=8, microbatch_size=1,
+        sequence=128, precision="fp32",
+    )  # fmt: skip
+    slow = LAPTOP.override({"accelerator.max_efficiency": LAPTOP.accelerator.max_efficiency / 1.2})
+    entries = calibrate(runs([laptop_plan(), other_plan], LAPTOP), LAPTOP).hardware.measured
+    profiled = LAPTOP.replace(measured=tuple(entry.replace(source="profile") for entry in entries))
+    found = calibrate(runs([laptop_plan()], slow), profiled).hardware
+    for name in ("forward", "recompute", "backward"):
+        before, after = (CostModel.of(other_plan, spec).layer_s("block", name) for spec in (profiled, found))
+        assert after / before == pytest.approx(1.2, abs=0.05)
+        mine = CostModel.of(laptop_plan(), found).layer_s("block", name)
+        assert mine / CostModel.of(laptop_plan(), profiled).layer_s("block", name) == pytest.approx(1.2, abs=0.05)
+    again = calibrate(runs([laptop_plan()], slow), found).hardware
+    assert CostModel.of(other_plan, again).layer_s("block", "forward") == pytest.approx(
+        CostModel.of(other_plan, found).layer_s("block", "forward"), rel=1e-6
+    )
+
+
+def test_where_values_come_from_is_listed() -> None:
+    result = calibrate(runs([gpu_plan()], slower_gpu_host()))
+    origins = {row["what"]: row["provenance"] for row in result.entries}
+    assert origins["cpu.adam_parameters_per_s"] == "fitted"
+    assert origins["accelerator.usable_fraction"] == "assumed"
+    assert origins["block forward, 1 x 1024 bf16, hidden 4096"] == "measured in a run"
+    errors = {row["what"]: row["error"] for row in result.entries}
+    assert errors["cpu.adam_parameters_per_s"] is not None
+
+
+def test_a_clock_that_jumps_is_refused() -> None:
+    ((plan, trace),) = runs([laptop_plan()], LAPTOP)
+    for jump_s in (3600.0, -3600.0):
+        columns = {
+            name: [value + jump_s * (step > 5) for value, step in zip(getattr(trace, name), trace.step, strict=True)]
+            for name in ("ready_s", "start_s", "end_s")
+        }
+        jumped = dataclasses.replace(trace, **columns)
+        with pytest.raises(SpipeError, match="the clock jumped"):
+            calibrate([(plan, jumped)])
+
+
+def test_drift_outliers_and_busy_machines_are_said() -> None:
+    ((plan, trace),) = runs([laptop_plan()], LAPTOP, num_steps=16)
+    program = plan.program()
+    steady = [0.1] * 12
+    assert warnings_of(program, trace, steady, 3) == []
+    (warming,) = warnings_of(program, trace, [0.1 + 0.002 * i for i in range(12)], 3)
+    assert "steps became 20% slower during the run" in warming
+    (faster,) = warnings_of(program, trace, [0.1 - 0.002 * i for i in range(12)], 3)
+    assert "faster during the run" in faster
+    (outlier,) = warnings_of(program, trace, [*steady, 0.2], 3)
+    assert "1 of 13 steps took over 1.3 times the median (0.2 s against 0.1 s)" in outlier
+    (single,) = warnings_of(program, trace, [0.1], 3)
+    assert "only 1 step count" in single
+    trace.cpu_s = array("d", [0.5 * seconds for seconds in trace.cpu_s])
+    (busy,) = warnings_of(program, trace, steady, 3)
+    assert re.search(r"compute ops had the processor for only \d\d% of their time", busy)

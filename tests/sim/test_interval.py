@@ -69,8 +69,15 @@ def test_nine_of_ten_intervals_cover_the_true_step() -> None:
     assert 0.8 <= coverage(plan_of(), repeats=200, draws=60) <= 0.97
 
 
+TWO_RANKS: list[dict[str, Any]] = [
+    {},
+    {"schedule": "1f1b", "batch": 6, "backward_stages": 1},
+    {"options": {"barrier": True}},
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{}, {"schedule": "1f1b", "batch": 6, "backward_stages": 1}, {"options": {"barrier": True}}], ids=str)
+@pytest.mark.parametrize("fields", TWO_RANKS, ids=str)
 def test_coverage_of_pipelines_of_two_ranks(fields: dict[str, Any]) -> None:
     assert 0.8 <= coverage(plan_of(2, **{"batch": 4, **fields}), repeats=200, draws=200) <= 0.97
 

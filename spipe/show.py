@@ -401,24 +401,43 @@ def _quantity(value: float, unit: str) -> str:
     return f"{count(value)} {unit}"
 
 
-def comparison(
-    to: Console, step_time: Mapping[str, float], ops: Sequence[Mapping[str, Any]], bubbles: Sequence[Mapping[str, Any]]
-) -> None:
-    """A prediction beside a measurement: step time, kinds of ops, where the ranks' time went."""
+def comparison(to: Console, result: Mapping[str, Any]) -> None:
+    """A prediction beside a measurement: step time, kinds of ops, where the ranks' time went, memory."""
+    step_time = result["step_time"]
     predicted_s, measured_s = step_time["predicted_s"], step_time["measured_s"]
+    span = step_time["interval_s"]
+    surely = "" if span is None else f" (90 % interval {seconds(span[0])} to {seconds(span[1])})"
     to.print(
-        f"step: predicted {seconds(predicted_s)}, measured {seconds(measured_s)}, {error(predicted_s, measured_s)}"
+        f"step: predicted {seconds(predicted_s)}{surely}, measured {seconds(measured_s)}, "
+        f"{error(predicted_s, measured_s)}",
+        soft_wrap=True,
     )
+    for line in result["disagreements"]:
+        to.print(f"  {line}", soft_wrap=True)
     made = [
         (row["kind"], str(row["count"]), *_beside(row["predicted_total_s"], row["measured_total_s"]))
-        for row in sorted(ops, key=lambda row: -float(row["measured_total_s"]))
+        for row in sorted(result["ops"], key=lambda row: -float(row["measured_total_s"]))
         if row["predicted_total_s"] or row["measured_total_s"]
     ]
     columns = ("op", "a step", "predicted", "measured", "error")
     to.print(table("Seconds of all ops of a kind in a step", columns, made))
-    shown = [row for row in bubbles if row["predicted_s"] or row["measured_s"]]
+    lanes = [
+        (f"rank {row['rank']}, {row['lane']}", *_beside(row["predicted_s"], row["measured_s"]))
+        for row in result["lanes"]
+        if row["predicted_s"] or row["measured_s"]
+    ]
+    to.print(table("Seconds of a step in which a lane runs ops", ("lane", *columns[2:]), lanes))
+    shown = [row for row in result["bubbles"] if row["predicted_s"] or row["measured_s"]]
     rows = [(row["cause"], *_beside(row["predicted_s"], row["measured_s"])) for row in shown]
     to.print(table("Where the time of all ranks' compute lanes goes", ("cause", *columns[2:]), rows))
+    known = [row for row in result["memory"] if row["measured_bytes"] is not None]
+    held = [
+        (row["place"], row["item"], size(row["predicted_bytes"]), size(row["measured_bytes"]),
+         error(row["predicted_bytes"], row["measured_bytes"]) if row["measured_bytes"] else "")
+        for row in known
+    ]  # fmt: skip
+    if held:
+        to.print(table("Memory", ("place", "item", "planned", "measured", "error"), held, left=2))
 
 
 def _beside(predicted_s: float, measured_s: float) -> tuple[str, str, str]:

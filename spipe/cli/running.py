@@ -1,8 +1,9 @@
 """Commands that run a plan, and that hold a run against its prediction."""
 
+import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -285,6 +286,18 @@ def load_run(folder: Path) -> "tuple[Plan, Trace]":
     return plan, trace
 
 
+def run_summary(folder: Path) -> dict[str, Any]:
+    """What a run's ``result.json`` holds; nothing where it is missing or damaged, for it is not needed."""
+    try:
+        found = json.loads((folder / "result.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        progress(f"note: {folder / 'result.json'} cannot be read; its memory is left out")
+        return {}
+    return found
+
+
 def calibrate(
     runs: Annotated[list[Path], typer.Argument(metavar="RUNDIR...", help="Folders made by `spipe run`.")],
     output_file: Annotated[Path, typer.Option("-o", "--output", metavar="HARDWARE.toml", help="Write it here.")],
@@ -331,17 +344,28 @@ def compare(
     plan: PlanFile,
     run_folder: RunFolder,
     hardware: HardwareOverride = None,
+    trace_file: Annotated[
+        Path | None, typer.Option("--trace", metavar="T", help="Write both steps, one below the other, for Perfetto.")
+    ] = None,
+    figure: Annotated[
+        Path | None, typer.Option(metavar="FIGURE", help="Draw both steps: a .png, .svg or .pdf.")
+    ] = None,
     json_file: JsonFile = None,
     force: Force = False,
 ) -> None:
-    """Hold a run against the prediction: step time, kinds of ops, idle time by cause.
+    """Hold a run against the prediction: step time, ops, lanes, idle time by cause, memory.
 
     \b
     Examples:
       spipe compare plan.json run
-      spipe compare plan.json run --hardware hardware.toml
+      spipe compare plan.json run --hardware hardware.toml --figure compare.png --trace compare-trace.json
     """
-    output = Output(json_file, force)
+    from spipe import plots
+    from spipe.timelines import save_together
+
+    output = Output(json_file, force, (trace_file, figure))
+    if figure is not None and figure.suffix not in plots.SUFFIXES:
+        raise SpipeError(f"{figure}: a figure's name should end in {', '.join(plots.SUFFIXES)}")
     chosen = load_plan(plan)
     override = load_override(hardware) or chosen.hardware
     run_plan, trace = load_run(run_folder)
@@ -354,10 +378,18 @@ def compare(
 
     from spipe import show, sim
 
-    result = sim.compare(chosen, trace, override)
+    result = sim.compare(chosen, trace, override, summary=run_summary(run_folder))
+    if trace_file is not None:
+        with writing(trace_file):
+            save_together(result.windows, trace_file)
+        progress(f"wrote {trace_file}")
+    if figure is not None:
+        with writing(figure):
+            plots.save(plots.timelines(chosen.program(), result.windows), figure)
+        progress(f"wrote {figure}")
 
     def render(console: "Console") -> None:
-        show.comparison(console, result.step_time, result.ops, result.bubbles)
+        show.comparison(console, result.to_json())
         show.notes(console, result.simulation.notes)
 
     output.show(result.to_json(), render)

@@ -36,11 +36,26 @@ def test_run_calibrate_compare(command: Command, plan_file: Path, tmp_path: Path
     assert load_hardware(hardware).measured
     assert "exists; give another name" in command("calibrate", run, "-o", hardware).err
 
-    compared = command("compare", plan_file, run, "--hardware", hardware, "--json", "-")
+    both, figure = tmp_path / "both.json", tmp_path / "both.png"
+    more = ("--trace", both, "--figure", figure)
+    compared = command("compare", plan_file, run, "--hardware", hardware, "--json", "-", *more)
     assert compared.code == 0, compared.err
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(both.read_text())["traceEvents"]
+    processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert processes == {f"rank {rank}, {name}" for rank in range(2) for name in ("predicted", "measured")}
+    items = json.loads(compared.out)["memory"]
+    known = [row for row in items if row["item"] == "weights"]
+    assert len(known) == 3
+    assert all(row["measured_bytes"] == pytest.approx(row["predicted_bytes"], rel=1e-3) for row in known)
     rows = json.loads(compared.out)["bubbles"]
     assert [row["cause"] for row in rows] == ["busy", *CAUSES]
-    assert "step: predicted" in command("compare", plan_file, run).out
+    shown = command("compare", plan_file, run).out
+    assert "step: predicted" in shown
+    assert "than predicted" in shown
+    (run / "result.json").write_text("{")
+    assert "its memory is left out" in command("compare", plan_file, run).err
+    assert "should end in" in command("compare", plan_file, run, "--figure", tmp_path / "x.gif").err
 
     for use in (["calibrate", run, "-o", tmp_path / "other.toml"], ["compare", plan_file, run]):
         refused = command(*use, "--hardware", "h200x2")

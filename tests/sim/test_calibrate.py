@@ -10,10 +10,12 @@ import pytest
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec, load_hardware
+from spipe.memory import memory
 from spipe.model import ModelSpec, load_model
 from spipe.ops import Kind
 from spipe.plan import Plan, make_plan
 from spipe.sim import calibrate, compare, simulate
+from spipe.sim.compare import memory_rows
 from spipe.sim.cost import CostModel
 from spipe.sim.fitting import Prior, nonnegative_fit
 from spipe.sim.stability import warnings_of
@@ -234,7 +236,41 @@ def test_a_comparison_names_what_is_slower_than_predicted() -> None:
     causes = {row["cause"]: row for row in result.bubbles}
     assert causes["optimizer"]["measured_s"] > causes["optimizer"]["predicted_s"]
     assert result.step_time["error"] < 0
-    assert set(result.to_json()) == {"hardware", "step_time", "ops", "bubbles", "notes"}
+    assert set(result.to_json()) == {
+        "hardware", "step_time", "ops", "bubbles", "lanes", "memory", "disagreements", "notes"
+    }  # fmt: skip
+    assert set(result.step_time) == {"predicted_s", "measured_s", "error", "interval_s"}
+    assert len(result.disagreements) == 3
+    assert re.search(r"STEP ops last longer than predicted: .* \(\+\d+\.\d % of the step\)", result.disagreements[0])
+    lanes = {(row["rank"], row["lane"]): row for row in result.lanes}
+    assert lanes[0, "cpu 0"]["measured_s"] > 2 * lanes[0, "cpu 0"]["predicted_s"]
+    assert lanes[0, "compute 0"]["measured_s"] == pytest.approx(lanes[0, "compute 0"]["predicted_s"], rel=0.01)
+
+
+def test_memory_is_compared_item_by_item() -> None:
+    plan = gpu_plan()
+    planned = memory(plan)
+    summary = {
+        "peak_device_bytes": [100, 200],
+        "device_items_bytes": [{"weights": 10, "messages and stage inputs": 7}, {"weights": 20}],
+        "host_items_bytes": {"weights": 30},
+        "host_planned_bytes": {"weights": 31, "processes": 5},
+        "peak_resident_bytes": [1, 2],
+    }
+    rows = {(row["place"], row["item"]): row for row in memory_rows(planned, "cuda", summary)}
+    assert rows["rank 1", "all"]["measured_bytes"] == 200
+    assert rows["rank 1", "all"]["predicted_bytes"] == planned.rank_bytes[1]
+    assert rows["rank 0", "weights"]["measured_bytes"] == 10
+    items = planned.ranks[0]
+    expected = items["stage inputs"] + items["received messages"]
+    assert rows["rank 0", "messages and stage inputs"]["predicted_bytes"] == expected
+    assert rows["host 0", "weights"] == {
+        "place": "host 0", "item": "weights", "predicted_bytes": 31, "measured_bytes": 30
+    }  # fmt: skip
+    assert rows["host 0", "all"]["measured_bytes"] is None, "what two ranks share counts in both"
+    alone = memory_rows(planned, "cpu", {"peak_resident_bytes": [9]})
+    assert [row["measured_bytes"] for row in alone if row["place"] == "host 0" and row["item"] == "all"] == [9]
+    assert all(row["measured_bytes"] is None for row in memory_rows(planned, "cuda", {}))
 
 
 def test_the_report_has_the_layers_of_the_spec() -> None:

@@ -373,6 +373,23 @@ def calibration(to: Console, result: Mapping[str, Any]) -> None:
         to.print(f"assumed: {', '.join(assumed)}", soft_wrap=True)
 
 
+def tuning(to: Console, result: Mapping[str, Any]) -> None:
+    """Plans that were run one after the other, and what came of it."""
+    rows = [
+        (row["name"], row["schedule"], seconds(row["predicted_s"]),
+         row["failure"] if row["measured_s"] is None else seconds(row["measured_s"]),
+         "" if row["measured_s"] is None else error(row["predicted_s"], row["measured_s"]))
+        for row in result["trials"]
+    ]  # fmt: skip
+    to.print(table("Plans that were run", ("plan", "schedule", "predicted", "measured", "error"), rows, left=2))
+    to.print(f"ended because {result['reason']}", soft_wrap=True)
+    best = next(row["name"] for row in result["trials"] if row["plan"] == result["plan"])
+    to.print(
+        f"best: {best}, {seconds(result['step_s'])} a step; the first plan took {seconds(result['first_s'])} "
+        f"({100 * result['gain']:+.1f} % speed)"
+    )
+
+
 def profile(to: Console, found: Profile, hardware: HardwareSpec) -> None:
     """What was measured on a machine, and the spec made of it."""
     made = []

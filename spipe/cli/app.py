@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from spipe.cli import buying, planning, plotting, profiling, running, specs, validating
+from spipe.cli import buying, planning, plotting, profiling, running, specs, tuning, validating
 
 
 class CommandInterrupted(BaseException):
@@ -42,8 +42,9 @@ Examples:
   spipe run plan.json --steps 30 -o run
   spipe calibrate run -o hardware.toml
   spipe compare plan.json run --hardware hardware.toml
+  spipe tune --plan plan.json -o tuned        plan, run, calibrate, plan again
 """,
 )
-for _module in (specs, profiling, planning, buying, running, validating, plotting):
+for _module in (specs, profiling, planning, buying, running, tuning, validating, plotting):
     for _command in _module.COMMANDS:
         app.command()(_interruptible(_command))

@@ -83,7 +83,7 @@ class Fit:
                     mine = [op for op in ops if _shape(op.costs) == shape and op.layer_counts[layer]]
                     seconds[shape, layer, name] = value, mine
         self.fill_unseen(seconds)
-        entries = {entry_key(entry): entry for entry in self.hardware.measured}
+        entries = {entry.key: entry for entry in self.hardware.measured}
         for (shape, layer, name), (value, ops) in seconds.items():
             costs = self.shapes[shape]
             entry = MeasuredLayer.model_validate(
@@ -99,8 +99,8 @@ class Fit:
                     **MeasuredLayer.shape_of(costs.model, layer),
                 }
             )
-            entries[entry_key(entry)] = entry
-            self.fitted_layers[entry_key(entry)] = _layer_text(entry)
+            entries[entry.key] = entry
+            self.fitted_layers[entry.key] = _layer_text(entry)
             self.note(_layer_text(entry), value, "s", ops)
         self.update({"measured": "measured"}, measured=tuple(entries.values()))
 
@@ -308,7 +308,7 @@ class Fit:
 
     def scale_layers(self, factor: float, keys: Mapping[tuple[object, ...], str]) -> None:
         """Make measured layers slower, and the rows that report them."""
-        entries = [_slower(entry, factor) if entry_key(entry) in keys else entry for entry in self.hardware.measured]
+        entries = [_slower(entry, factor) if entry.key in keys else entry for entry in self.hardware.measured]
         self.hardware = self.hardware.replace(measured=tuple(entries))
         texts = set(keys.values())
         self.report = [{**row, "value": row["value"] * factor} if row["what"] in texts else row for row in self.report]
@@ -338,7 +338,7 @@ class Fit:
             entry.replace(
                 seconds=entry.seconds * found[entry.pass_name], spread_s=entry.spread_s * found[entry.pass_name]
             )
-            if entry.source == "profile" and entry.pass_name in found and entry_key(entry) not in self.fitted_layers
+            if entry.source == "profile" and entry.pass_name in found and entry.key not in self.fitted_layers
             else entry
             for entry in self.hardware.measured
         ]
@@ -423,8 +423,3 @@ def _layer_text(entry: MeasuredLayer) -> str:
 def _parts(costs: CostModel) -> dict[str, Any]:
     """What a cost model was made of."""
     return {field.name: getattr(costs, field.name) for field in fields(costs) if not field.name.startswith("_")}
-
-
-def entry_key(entry: MeasuredLayer) -> tuple[object, ...]:
-    """What a measured entry is about, without its value."""
-    return tuple(value for name, value in entry if name not in ("seconds", "spread_s", "num_samples", "source"))

@@ -28,6 +28,7 @@ from spipe.plan import Plan
 from spipe.schedules import SCHEDULES, get_schedule
 from spipe.sim.bounds import least_step_s
 from spipe.sim.candidates import Candidate, Space, every_cut, ranks_mapped
+from spipe.sim.interval import interval
 from spipe.sim.judge import Job, Verdict, improved, replayed, simulated
 from spipe.sim.simulation import Simulation, simulate
 
@@ -70,8 +71,8 @@ class SearchResult:
         candidates: one row per simulated candidate, best first.
         front: the rows that no other beats in step time, accelerator memory and host memory together.
         rejected: rows of what does not fit or cannot be laid out, each with its ``reason``.
-        interval_s: step times of the plan if every measured layer is faster, or slower, by its spread; None where the
-            hardware has no spreads.
+        interval_s: 90 % interval of the plan's step time (``spipe.sim.interval``); None where the hardware does not say
+            how surely it was measured.
         counts: candidates ``enumerated``, ``discarded`` by their bound, ``ranked`` by replay, ``simulated``.
         notes: what the costs rest on, and what the search left out.
     """
@@ -534,13 +535,13 @@ class _Search:
             for other in sorted(self.simulated.values(), key=lambda other: other.order)
             if other.step_s is not None
         ]
-        interval = self.interval_s(simulation.plan)
-        if interval is not None:
-            alike = sum(row["step_s"] <= interval[1] for row in table) - 1
+        found = interval(simulation)
+        if found is not None:
+            alike = sum(row["step_s"] <= found.high_s for row in table) - 1
             if alike > 0:
                 self.notes.append(
-                    f"{alike} other candidates lie within the plan's interval of {interval[0]:.4g} to "
-                    f"{interval[1]:.4g} s: by what was measured, none of these beats another"
+                    f"{alike} other candidates lie within the plan's 90 % interval of {found.low_s:.4g} to "
+                    f"{found.high_s:.4g} s: by what was measured, none of these beats another"
                 )
         self.progress(max(self.done, self.planned), max(self.done, self.planned), simulation.step_s)
         return SearchResult(
@@ -551,19 +552,10 @@ class _Search:
             table,
             pareto_front(table),
             self.rejected,
-            interval,
+            None if found is None else found.seconds,
             self.counts,
             (*simulation.notes, *self.notes),
         )
-
-    def interval_s(self, plan: Plan) -> tuple[float, float] | None:
-        hardware = self.job.hardware
-        if not any(entry.spread_s for entry in hardware.measured):
-            return None
-        low, high = (
-            simulate(plan, hardware=_shifted(hardware, sign), contention=self.job.contention).step_s for sign in (-1, 1)
-        )
-        return low, high
 
     def least_step_s(self) -> tuple[float, str]:
         """What no plan of the space can beat, and what limits it."""
@@ -624,12 +616,6 @@ class _Search:
             f"{candidate.microbatch_size}: {'; '.join(report.problems)}; {', '.join(shortages)}. Use "
             f"{' and '.join(changes)}, or {advice} or a smaller model"
         )
-
-
-def _shifted(hardware: HardwareSpec, sign: int) -> HardwareSpec:
-    """Every measured layer faster or slower by its spread."""
-    entries = (entry.replace(seconds=max(0.0, entry.seconds + sign * entry.spread_s)) for entry in hardware.measured)
-    return hardware.replace(measured=tuple(entries))
 
 
 def pareto_front(

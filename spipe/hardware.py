@@ -182,6 +182,11 @@ class MeasuredLayer(Spec):
     """Measured in training steps, or on its own."""
 
     @property
+    def key(self) -> tuple[object, ...]:
+        """What was measured, without the value."""
+        return tuple(value for name, value in self if name not in ("seconds", "spread_s", "num_samples", "source"))
+
+    @property
     def standard_error_s(self) -> float:
         """Of the median, if its samples are independent and normal."""
         return standard_error(self.spread_s, self.num_samples)

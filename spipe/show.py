@@ -404,6 +404,16 @@ def profile(to: Console, found: Profile, hardware: HardwareSpec) -> None:
     to.print(hardware.note, soft_wrap=True)
 
 
+def layers(to: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Times of layers by kind and pass."""
+    made = [
+        (row["layer_kind"], row["pass_name"], seconds(row["seconds"]), percent(row["spread_s"], row["seconds"]),
+         str(row["num_samples"]))
+        for row in rows
+    ]  # fmt: skip
+    to.print(table("Layers", ("layer", "pass", "median", "spread", "samples"), made, left=2))
+
+
 def _fact(value: object) -> str:
     return _three(value) if isinstance(value, float) else str(value)
 

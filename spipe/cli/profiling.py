@@ -86,6 +86,62 @@ def profile(
     output.show(found.to_json(), lambda console: show.profile(console, found, hardware))
 
 
+def kineto(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="What torch.profiler's export_chrome_trace wrote.")],
+    output_file: Annotated[Path, typer.Option("-o", "--output", metavar="HARDWARE.toml", help="Write it here.")],
+    model: Annotated[str, typer.Option("--model", metavar="M", help="What was trained: name, config.json or .toml.")],
+    hardware: Annotated[str, typer.Option("--hardware", metavar="H", help="The machine, whose layers are replaced.")],
+    microbatch_size: Annotated[int, typer.Option(parser=Count, metavar="N", help="Sequences per microbatch.")],
+    sequence: Annotated[int, typer.Option("--sequence", "--seq", parser=Count, metavar="N", help="Their tokens.")],
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    embedding: Annotated[list[str] | None, typer.Option(metavar="NAME*", help="Ranges that are embeddings.")] = None,
+    block: Annotated[list[str] | None, typer.Option(metavar="NAME*", help="Ranges that are blocks.")] = None,
+    head: Annotated[list[str] | None, typer.Option(metavar="NAME*", help="Ranges that are heads.")] = None,
+    json_file: JsonFile = None,
+    force: Force = False,
+) -> None:
+    """Take layer times from a trace of PyTorch's profiler: a training step of your own program.
+
+    Layers are ranges of the trace: torch.profiler.record_function("block 0"), or modules of a trace made with
+    with_stack=True.
+
+    \b
+    Example:
+      spipe kineto trace.json --model llama3-8b --microbatch-size 1 --sequence 4096 --hardware a100x8 \\
+          --block "nn.Module: LlamaDecoderLayer_*" -o hardware.toml
+    """
+    from spipe import show
+    from spipe.hardware import load_hardware
+    from spipe.model import load_model
+    from spipe.plan import ELEMENT_BYTES
+    from spipe.sim.fitting import Samples
+    from spipe.sim.kineto import PATTERNS, layer_times, read, with_layers
+
+    output = Output(json_file, force, (output_file,))
+    if precision not in ELEMENT_BYTES:
+        raise unknown("precision", precision, ELEMENT_BYTES)
+    chosen, spec = load_model(model), load_hardware(hardware)
+    chosen.check_sequence(sequence)
+    given = {"embedding": embedding, "block": block, "head": head}
+    patterns = {kind: tuple(given[kind] or names) for kind, names in PATTERNS.items()}
+    times = layer_times(read(trace), patterns)
+    made = with_layers(spec, times, chosen, microbatch_size, sequence, precision)  # type: ignore[arg-type]
+    blocks = len(times.get(("block", "forward"), ()))
+    if blocks % chosen.num_layers:
+        progress(f"warning: the trace has {blocks} forwards of blocks, {chosen.name} has {chosen.num_layers} blocks")
+    with writing(output_file):
+        made.save(output_file)
+    progress(f"wrote {output_file}")
+    rows = []
+    for (kind, name), seconds in sorted(times.items()):
+        samples = Samples.of(seconds)
+        rows.append(
+            {"layer_kind": kind, "pass_name": name, "seconds": samples.median, "spread_s": samples.spread,
+             "num_samples": samples.count}
+        )  # fmt: skip
+    output.show({"layers": rows}, lambda console: show.layers(console, rows))
+
+
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """A bar on a terminal, else a line for each part."""
@@ -101,4 +157,4 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
-COMMANDS = (profile,)
+COMMANDS = (profile, kineto)

@@ -5,7 +5,8 @@ Fitted are, by robust least squares on medians over microbatches and steps: seco
 messages, the optimizer's rate, and the latency of a collective. On device ``cpu`` an op counts with the processor time
 it used, because its wall time holds the contention for cores that the simulator adds itself; what the steps of the runs
 take beyond that is then added to the layers, all by one factor, as far as the ops' own wall time explains it. On device
-``cuda`` rates are changed until simulated ops, which share links and memory, last as long as measured ones.
+``cuda`` rates are changed until simulated ops, which share links and memory, last as long as measured ones; what the
+steps take beyond that is added to the layers as far as it is time between ops that nothing but the host explains.
 
 How good a fit is shows on runs that it has not seen: those given to judge, or each run in turn left out.
 """
@@ -16,8 +17,9 @@ from typing import Any
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
-from spipe.metrics import step_times
+from spipe.metrics import analyse, step_times
 from spipe.plan import Plan
+from spipe.program import Program
 from spipe.sim.calibration_fit import Fit
 from spipe.sim.measurements import Measurement, check_steps, measured_step_s, measurements
 from spipe.sim.simulation import simulate
@@ -70,7 +72,7 @@ class _Run:
     ops: list[Measurement]
     step_s: float
     stretch: float
-    """How long compute ops last, in units of the processor time they use."""
+    """How long compute ops last in units of the processor time they use, or of the time that kernels run."""
 
 
 def calibrate(
@@ -131,8 +133,16 @@ def _read(
         times = [seconds for step, seconds in step_times(program, trace).items() if step >= warmup]
         check_steps(times, where)
         warnings += [f"{name}: {text}" for text in warnings_of(program, trace, times, warmup)]
+        yield _Run(name, plan, ops, step_s, _stretch(program, trace, hardware.device, step_s, warmup))
+
+
+def _stretch(program: Program, trace: Trace, device: str, step_s: float, warmup: int) -> float:
+    if device == "cpu":
         share = processor_share(program, trace, warmup)
-        yield _Run(name, plan, ops, step_s, 1 / share if share else 1.0)
+        return 1 / share if share else 1.0
+    times = {step: seconds for step, seconds in step_times(program, trace).items() if step >= warmup}
+    found = analyse(program, trace, min(times, key=lambda step: abs(times[step] - step_s)))
+    return 1 + found.total()["host issue"] / sum(found.busy_s)
 
 
 def _fit(hardware: HardwareSpec, runs: Sequence[_Run]) -> tuple[Fit, list[str]]:

@@ -275,14 +275,13 @@ class Fit:
         self.set_overhead(Kind.STEP, float(fixed) + median(op.gap_s for op in ops), ops)
 
     def unseen_time(self, plans: Sequence[Plan], measured_s: Sequence[float], stretch: Sequence[float]) -> str | None:
-        """Device ``cpu``: what steps take beyond the processor time of their ops, as a share of all compute.
+        """What steps take beyond the time of their ops, as a share of all compute.
 
-        Threads that wake late and cores that others use for a moment do not show in processor time. They show in how
-        long the compute ops last against the processor time they use (``stretch``, by run), which is the most that may
-        be laid to them; what the steps take beyond that is returned as a warning.
+        On device ``cpu``, threads that wake late and cores that others use for a moment do not show in processor time;
+        they show in how long compute ops last against the processor time they use. On ``cuda``, a host that issues late
+        shows as idle time between ops for which nothing else is to blame. That (``stretch``, by run, 1 for nothing) is
+        the most that may be laid to them; what the steps take beyond it is returned as a warning.
         """
-        if self.hardware.device != "cpu":
-            return None
         ratio = median(
             measured / simulate(plan, hardware=self.hardware).step_s
             for plan, measured in zip(plans, measured_s, strict=True)
@@ -292,7 +291,7 @@ class Fit:
         self.scale_layers(factor, self.fitted_layers)
         self.report.append(
             {
-                "what": "time beyond processor time",
+                "what": "time beyond processor time" if self.hardware.device == "cpu" else "time between ops",
                 "value": factor - 1,
                 "unit": "share",
                 "spread": 0.0,
@@ -302,8 +301,8 @@ class Fit:
         if ratio <= most * _UNEXPLAINED:
             return None
         return (
-            f"steps take {ratio / most - 1:.0%} longer than their ops explain (compute ops last {most:.2f} times the "
-            "processor time they use): the ranks wait for something that no op shows; the fit leaves it out"
+            f"steps take {ratio / most - 1:.0%} longer than their ops explain, be each {most:.2f} times as long: the "
+            "ranks wait for something that no op shows; the fit leaves it out"
         )
 
     def scale_layers(self, factor: float, keys: Mapping[tuple[object, ...], str]) -> None:
@@ -371,7 +370,9 @@ class Fit:
                 self.hardware = self.hardware.replace(cpu=self.hardware.cpu.replace(adam_parameters_per_s=rate))
                 self.note("optimizer, all cores", rate, "parameters/s", [op for op, _ in pairs if op.num_parameters])
             for kind in (Kind.FETCH, Kind.OFFLOAD_GRAD):
-                late = [(op, op.seconds.median - lasts_s) for op, lasts_s in pairs if op.kind is kind]
+                late = [
+                    (op, op.seconds.median - lasts_s) for op, lasts_s in pairs if op.kind is kind and op.num_bytes > 0
+                ]
                 if late:
                     old = self.hardware.measured_op_overhead_s.get(kind.name, 0.0)
                     self.set_overhead(kind, old + median(s for _, s in late), [op for op, _ in late])

@@ -34,7 +34,7 @@ class Measurement:
         costs: the cost model of the run: shapes, precision, threads.
         group: which ops.
         seconds: how long the op took; on device ``cpu`` the processor time it used, where the trace has it.
-        gap_s: what its lane took to get to it on device ``cpu``, on average but for the worst tenth.
+        gap_s: what its lane took to get to it, on average but for the worst tenth; on device ``cuda`` of compute ops.
         layer_counts: layers by kind, for compute ops.
         num_bytes, source, target: for copies and messages.
         num_parameters: for STEP.
@@ -123,7 +123,9 @@ def measurements(
                 group=(kind_number, stage, bucket),
                 kind=kind,
                 seconds=samples,
-                gap_s=_usual_mean(gaps[kind_number, stage, bucket]) if hardware.device == "cpu" else 0.0,
+                gap_s=_usual_mean(gaps[kind_number, stage, bucket])
+                if hardware.device == "cpu" or kind in COMPUTE
+                else 0.0,
                 layer_counts=Counter(plan.model.layer_kind(layer) for layer in program.layers(stage)),
                 num_bytes=sum(size for _, size in parts),
                 source=source,

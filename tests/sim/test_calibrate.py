@@ -122,7 +122,7 @@ def test_the_result_is_a_spec_that_can_be_saved(tmp_path_factory: pytest.TempPat
     assert load_hardware(path) == result.hardware
     for row in result.report:
         assert row["value"] >= 0
-        assert row["unit"] in ("s", "bytes/s", "parameters/s")
+        assert row["unit"] in ("s", "bytes/s", "parameters/s", "share")
 
 
 def test_a_trace_of_another_plan_is_refused() -> None:
@@ -389,3 +389,42 @@ def test_drift_outliers_and_busy_machines_are_said() -> None:
     trace.cpu_s = array("d", [0.5 * seconds for seconds in trace.cpu_s])
     (busy,) = warnings_of(program, trace, steady, 3)
     assert re.search(r"compute ops had the processor for only \d\d% of their time", busy)
+
+
+def test_what_a_gpu_takes_to_get_to_the_next_op_is_part_of_it() -> None:
+    """Streams wait for events: compute ops start 0.3 ms after their dependencies are done and their lane is free."""
+    ((plan, trace),) = runs([gpu_plan(microbatch_size=2)], GPU)
+    kinds, late_s = plan.program().kind, 3e-4
+    compute = {Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD}
+    started = [
+        start + late_s * (kinds[i] in compute) for i, start in zip(trace.op, trace.start_s, strict=True)
+    ]  # fmt: skip
+    result = calibrate([(plan, dataclasses.replace(trace, start_s=started))])
+    assert result.runs[0]["error"] == pytest.approx(0, abs=0.005)
+    overheads = result.hardware.measured_op_overhead_s
+    assert overheads["FORWARD"] == pytest.approx(late_s, rel=0.2)
+
+
+def test_a_host_that_now_and_then_issues_late_is_part_of_the_layers() -> None:
+    """Every fifteenth compute op of rank 0 comes 5 ms late: no usual gap shows it, but the idle time does."""
+    plan = make_plan(
+        load_model("llama2-7b"), GPU, num_ranks=1, forward_stages=2, backward_stages=6, global_batch=8,
+        microbatch_size=1, sequence=1024,
+    )  # fmt: skip
+    trace = simulate(plan, num_steps=8).trace
+    kinds, delayed, count = plan.program().kind, 0.0, 0
+    late = Trace.empty(plan.program(), "measured")
+    for row in sorted(range(len(trace)), key=lambda row: trace.start_s[row]):
+        before = delayed
+        if kinds[trace.op[row]] in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD):
+            count += 1
+            delayed += 5e-3 * (count % 15 == 0)
+        late.add(
+            trace.step[row], trace.op[row], trace.ready_s[row] + before, trace.start_s[row] + delayed,
+            trace.end_s[row] + delayed,
+        )  # fmt: skip
+    result = calibrate([(plan, late)])
+    share = next(row["value"] for row in result.report if row["what"] == "time between ops")
+    assert result.runs[0]["measured_s"] > 1.015 * result.runs[0]["before_s"]
+    assert share > 0.01
+    assert result.runs[0]["error"] == pytest.approx(0, abs=0.015)

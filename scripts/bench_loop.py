@@ -212,6 +212,7 @@ class Loop:
         with processes(device, ranks) as shared:
             for number in range(self.given.rounds or ROUNDS[device]):
                 self.round(number, plans, first, profiled, shared)
+        self.facts["together"] = self.together(plans, profiled)
         self.facts["elapsed_s"] = time.monotonic() - begin
         return self.save()
 
@@ -270,6 +271,17 @@ class Loop:
             self.rows[name]["rounds"].append(row)
             self.save()
 
+    def together(self, plans: dict[str, Plan], profiled: HardwareSpec) -> dict[str, Any]:
+        """A calibration with the runs of the last round, each of which is also predicted by a fit to others."""
+        runs = []
+        for name, plan in plans.items():
+            last = self.rows[name]["rounds"][-1]
+            runs.append((plan, Trace.load(Path(last["output"]) / "trace.json")))
+        found = sim.calibrate(runs, profiled, names=list(plans))
+        found.hardware.save(self.folder / "calibrated-together.toml")
+        return {"held_out": found.held_out, "prediction_error": found.hardware.prediction_error,
+                "warnings": found.warnings}  # fmt: skip
+
     def measure(self, plan: Plan, output: Path, shared: RankProcesses | None) -> dict[str, Any]:
         """What a run took; on the GPU it has processes of its own, whose memory is its own."""
         steps = self.given.steps or (7 if self.given.tiny else STEPS[plan.hardware.device])
@@ -277,6 +289,7 @@ class Loop:
         summary = done.summary
         alone = shared is None and plan.layout.num_ranks == 1
         return {
+            "output": str(done.output),
             "measured_s": done.median_step_s,
             "step_s": done.step_s,
             "device_bytes": max(summary["peak_device_bytes"]) or None,
@@ -409,6 +422,10 @@ def table(result: dict[str, Any]) -> str:
             f"{found['in_interval']} inside their intervals; order kept in {found['order_kept']} of {found['pairs']} "
             "pairs"
         )
+    left_out = result.get("together", {}).get("held_out")
+    if left_out:
+        error = mean(abs(row["error"]) for row in left_out)
+        made.append(f"fitted to all runs but one fold, which is predicted: off by {error:.1%} on average")
     gpu = f", {facts['gpus'][0]['name']}" if facts["gpus"] else ""
     made.append(f"{facts['cpu']}, {facts['cores']} cores{gpu}, torch {facts['torch']}, {facts['date']}")
     return "\n" + "\n".join(made)

@@ -11,10 +11,10 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-import bench_loop
+import bench_loop  # noqa: E402
 
-from spipe.hardware import load_hardware
-from spipe.memory import memory
+from spipe.hardware import load_hardware  # noqa: E402
+from spipe.memory import memory  # noqa: E402
 
 
 @pytest.mark.parametrize(("device", "machine"), [("cuda", "h200x1"), ("cpu", "laptop")])

@@ -159,6 +159,7 @@ class _Assembly:
             "page_lock_bytes_per_s": _rate(locks[0]) if locks else None,
             "page_locked": self.on_cpu or bool(locks) or not pageable,
             "pageable_bytes_per_s": _rate(pageable[-1]) if pageable else None,
+            "process_bytes": self.machine.get("process_bytes"),
         }
 
     def traffic(self, alone: Sample, steps: Sequence[Sample]) -> list[float]:

@@ -100,6 +100,8 @@ class Cpu(Spec):
     copies every piece to or from a page-locked buffer first."""
     pageable_bytes_per_s: Positive | None = None
     """Bandwidth of an accelerator's copy from or to pageable memory."""
+    process_bytes: Positive | None = None
+    """Host memory that the process of a rank takes by itself."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

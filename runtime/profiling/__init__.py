@@ -10,7 +10,7 @@ from spipe.errors import SpipeError
 from spipe.model import ModelSpec
 from spipe.profile import Profile, Sample
 from spipe.runtime.devices import require_device
-from spipe.runtime.profiling import copies, host, layers, machine
+from spipe.runtime.profiling import copies, host, layers, machine, process
 from spipe.runtime.profiling.layers import Shape
 
 Progress = Callable[[int, int, str], None]
@@ -55,6 +55,10 @@ def profile(
     finally:
         torch.set_num_threads(before)
     found.machine["load"] = machine.load()
+    try:
+        found.machine["process_bytes"] = process.process_bytes(device)
+    except RuntimeError as error:
+        found.notes.append(f"memory of a rank's process: not measured ({error})")
     progress(len(tasks), len(tasks), "done")
     return found
 

@@ -77,6 +77,9 @@ def test_run_calibrate_compare(command: Command, plan_file: Path, tmp_path: Path
         assert refused.code == 2
         assert f"{run / 'trace.json'}: damaged trace: traceEvents[" in refused.err
     assert not (tmp_path / "other.toml").exists()
+    before = hardware.read_bytes()
+    assert command("calibrate", run, "-o", hardware, "--force").code == 2
+    assert hardware.read_bytes() == before
 
 
 def test_a_run_of_another_plan_is_refused(command: Command, plan_file: Path, tmp_path: Path) -> None:
@@ -141,6 +144,7 @@ def test_profile_and_what_a_prediction_on_it_says(
     command: Command, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiling.host, "num_parameters", lambda: 1 << 16)
+    monkeypatch.setattr(profiling.process, "process_bytes", lambda device: 3e8)
     hardware, samples = tmp_path / "hardware.toml", tmp_path / "samples.json"
     shape = ("--microbatch-size", 2, "--sequence", 32, "--device", "cpu", "--effort", 0.01)
     made = command("profile", "-o", hardware, *shape, "--json", samples)

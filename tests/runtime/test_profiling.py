@@ -9,8 +9,10 @@ import torch
 
 from spipe.errors import SpipeError
 from spipe.model import ModelSpec
+from spipe.plan import make_plan
 from spipe.profile import Profile
 from spipe.runtime import profiling
+from spipe.runtime.job import Job
 from spipe.runtime.profiling import copies, layers, machine, repeat
 from spipe.sim.profiled import hardware_of
 
@@ -39,9 +41,19 @@ def test_this_machine_is_measured_and_becomes_a_spec() -> None:
     spec = hardware_of(found, "here")
     assert spec.find_measured(SMALL, "block", "backward", 2, 16, "fp32") is not None
     assert spec.cpu.cores == profiling.host.cores()
+    assert spec.cpu.process_bytes is not None
+    assert 50e6 < spec.cpu.process_bytes < 2e9
+    plan = make_plan(SMALL, spec, num_ranks=1, global_batch=1, microbatch_size=1, sequence=8, precision="fp32",
+                     forward_stages=1, backward_stages=2)  # fmt: skip
+    assert Job(plan, 1, Path("unused")).table_of_bytes()["PyTorch processes"] == round(spec.cpu.process_bytes)
 
 
 def test_a_part_that_fails_becomes_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_process(device: str) -> int:
+        raise RuntimeError("it failed")
+
+    monkeypatch.setattr(profiling.process, "process_bytes", no_process)
+
     def fail() -> list[profiling.Sample]:
         raise RuntimeError("no memory\nand more")
 
@@ -49,7 +61,10 @@ def test_a_part_that_fails_becomes_a_note(monkeypatch: pytest.MonkeyPatch) -> No
     tasks = [("memory bandwidth of the host", fail), ("host issue", lambda: [good])]
     monkeypatch.setattr(profiling, "_tasks", lambda *_: tasks)
     found = profiling.profile(profiling.shapes_of([SMALL], [1], [8], ["fp32"]), device="cpu", effort=0.01)
-    assert found.notes == ["memory bandwidth of the host: not measured (no memory)"]
+    assert found.notes == [
+        "memory bandwidth of the host: not measured (no memory)",
+        "memory of a rank's process: not measured (it failed)",
+    ]
     assert found.samples == [good]
 
 

@@ -88,10 +88,10 @@ def uncertain_values(hardware: HardwareSpec, costs: CostModel) -> Iterator[tuple
     used = costs.measured_entries()
     for number, entry in enumerate(hardware.measured):
         if entry in used and entry.standard_error_s > 0 and entry.seconds > 0:
-            changed = entry.replace(seconds=entry.seconds * (1 + _NUDGE))
+            changed = entry.model_copy(update={"seconds": entry.seconds * (1 + _NUDGE)})
             measured = (*hardware.measured[:number], changed, *hardware.measured[number + 1 :])
             name = f"{entry.layer_kind} {entry.pass_name}"
-            yield name, entry.standard_error_s / entry.seconds, hardware.replace(measured=measured)
+            yield name, entry.standard_error_s / entry.seconds, hardware.model_copy(update={"measured": measured})
     for path, error in hardware.uncertainty.items():
         if error > 0:
             yield path, error, cast(HardwareSpec, _changed(hardware, path.split("."), 1 + _NUDGE))
@@ -115,10 +115,10 @@ def _changed(owner: Any, path: list[str], factor: float) -> Any:
         if int(index) >= len(items):
             raise SpipeError(f"uncertainty of {path[0]}: there are {len(items)} of them")
         items[int(index)] = _changed(items[int(index)], path[1:], factor)
-        return owner.replace(**{name: tuple(items)})
+        return owner.model_copy(update={name: tuple(items)})
     changes = {name: _changed(value, path[1:], factor)}
     both = "both_directions_bytes_per_s"
     if name == "bandwidth_bytes_per_s" and getattr(owner, both, None) is not None:
         changes[both] = getattr(owner, both) * factor
     assert isinstance(owner, Spec)
-    return owner.replace(**changes)
+    return owner.model_copy(update=changes)

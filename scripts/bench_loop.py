@@ -260,7 +260,14 @@ class Loop:
             output = self.folder / f"round-{number}-plan-{position}"
             begin = time.monotonic()
             say(f"round {number + 1}, {name}: predicted {row.get('predicted_s', row['profiled_s']):.4g} s", end=", ")
-            row |= self.measure(plan, output, shared)
+            try:
+                row |= self.measure(plan, output, shared)
+            except runtime.RunFailedError as error:
+                if name == first or shared is not None:  # the shared processes are gone then
+                    raise
+                self.rows[name]["failure"] = str(error)
+                say(f"failed: {error}")
+                continue
             say(f"measured {row['measured_s']:.4g} s ({time.monotonic() - begin:.0f} s)")
             if name == first:
                 calibration = sim.calibrate([(plan, Trace.load(output / "trace.json"))], profiled)
@@ -273,11 +280,12 @@ class Loop:
 
     def together(self, plans: dict[str, Plan], profiled: HardwareSpec) -> dict[str, Any]:
         """A calibration with the runs of the last round, each of which is also predicted by a fit to others."""
-        runs = []
+        runs, names = [], []
         for name, plan in plans.items():
-            last = self.rows[name]["rounds"][-1]
-            runs.append((plan, Trace.load(Path(last["output"]) / "trace.json")))
-        found = sim.calibrate(runs, profiled, names=list(plans))
+            for last in self.rows[name]["rounds"][-1:]:
+                runs.append((plan, Trace.load(Path(last["output"]) / "trace.json")))
+                names.append(name)
+        found = sim.calibrate(runs, profiled, names=names)
         found.hardware.save(self.folder / "calibrated-together.toml")
         return {"held_out": found.held_out, "prediction_error": found.hardware.prediction_error,
                 "warnings": found.warnings}  # fmt: skip
@@ -401,6 +409,7 @@ def table(result: dict[str, Any]) -> str:
 
     lines = [["plan", "for", "ranks", "profile", "predicted", "interval", "measured", "error", "GPU GiB", "error",
               "host GiB", "error"]]  # fmt: skip
+    failures = [f"{row['plan']} failed: {row['failure']}" for row in result["rows"] if "failure" in row]
     for row in result["rows"]:
         if "error" not in row:
             continue
@@ -414,6 +423,7 @@ def table(result: dict[str, Any]) -> str:
         ])  # fmt: skip
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     made = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+    made += failures
     facts, found = result["machine"], result["summary"]
     if found:
         made.append(

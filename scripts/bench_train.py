@@ -103,6 +103,7 @@ def arguments() -> argparse.Namespace:
                         "what a search gives for several GPUs")  # fmt: skip
     parser.add_argument("--options", default="{}", help="JSON: options of our plan that differ from the defaults")
     parser.add_argument("--compile", action="store_true", help="our blocks go through torch.compile")
+    parser.add_argument("--no-ceiling", action="store_true", help="do not measure the compute ceiling")
     parser.add_argument("--check", action="store_true", help="also train 4 layers and compare with a plain reference")
     parser.add_argument("--gaps", type=int, default=12, help="how many gaps of our compute lane to show (default 12)")
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for each system (default 300)")
@@ -252,13 +253,17 @@ class Benchmark:
         Path(tokens).write_bytes(values.tobytes())
         if self.given.check:
             self.check = self.checked()
-        self.ceilings.append(self.start("ceiling", self.plan, data=tokens))
+        self.measure_ceiling(tokens)
         for name in self.systems:
             self.rows.append(self.row(name, tokens))
             self.save()
-        self.ceilings.append(self.start("ceiling", self.plan, data=tokens))
+        self.measure_ceiling(tokens)
         self.save()
         print(table(self.rows, self.result()))
+
+    def measure_ceiling(self, tokens: str) -> None:
+        if not self.given.no_ceiling:
+            self.ceilings.append(self.start("ceiling", self.plan, data=tokens))
 
     def start(self, name: str, plan: Plan, *, data: str | None = None, steps: int | None = None) -> dict[str, Any]:
         """Run a worker to its end; what it returns, or ``error``, and what was seen of it from outside."""

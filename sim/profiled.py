@@ -132,7 +132,8 @@ class _Assembly:
 
     def cpu(self) -> dict[str, Any]:
         cores = self.machine["cores"]
-        steps = self.profile.find("adam", threads=cores)
+        most = max((s.about["threads"] for s in self.profile.find("adam")), default=cores)
+        steps = self.profile.find("adam", threads=most)
         alone = [s for s in steps if not s.about.get("beside_copies")]
         if not alone:
             raise SpipeError("the profile has no optimizer steps; profile again where there is memory for them")

@@ -64,11 +64,11 @@ def profile(
 
 
 def _tasks(shapes: Sequence[Shape], device: str, threads: int, effort: float) -> list[Task]:
-    dtype = "bf16" if device == "cuda" else "fp32"
+    dtype, most = "bf16" if device == "cuda" else "fp32", host.optimizer_threads(device)
     tasks: list[Task] = [("memory bandwidth of the host", lambda: host.triad(effort))]
-    tasks.append(("optimizer by threads", lambda: host.adam(dtype, effort)))
+    tasks.append(("optimizer by threads", lambda: host.adam(dtype, most, effort)))
     if device == "cuda":
-        tasks.append(("optimizer beside copies", lambda: copies.adam_beside_copies(dtype, effort)))
+        tasks.append(("optimizer beside copies", lambda: copies.adam_beside_copies(dtype, most, effort)))
         tasks.append(("page-locking", lambda: copies.page_lock(effort)))
         tasks.append(("copies between host and GPU", lambda: copies.host_copies(effort)))
         tasks.append(("copies between GPUs", lambda: copies.peer_copies(effort)))

@@ -108,7 +108,7 @@ def page_lock(effort: float) -> list[Sample]:
     return [Sample("page lock", {"bytes": num_bytes}, tuple(times))]
 
 
-def adam_beside_copies(dtype: str, effort: float) -> list[Sample]:
+def adam_beside_copies(dtype: str, threads: int, effort: float) -> list[Sample]:
     """Optimizer steps while all GPUs copy in both directions, and how long those copies take then."""
     size, count = SIZES[-1], host.num_parameters()
     ends = [_Ends(index, size, True) for index in range(cuda.device_count())]
@@ -122,7 +122,7 @@ def adam_beside_copies(dtype: str, effort: float) -> list[Sample]:
             copied.append(time.perf_counter() - begin)
 
     copying = threading.Thread(target=copy_on, daemon=True)
-    with host.optimizer(count, host.cores(), dtype) as step:
+    with host.optimizer(count, threads, dtype) as step:
         step()
         copying.start()
         try:
@@ -130,7 +130,7 @@ def adam_beside_copies(dtype: str, effort: float) -> list[Sample]:
         finally:
             stop.set()
             copying.join()
-    about = {"threads": host.cores(), "parameters": count, "dtype": dtype, "beside_copies": True}
+    about = {"threads": threads, "parameters": count, "dtype": dtype, "beside_copies": True}
     beside = {"direction": "both", "bytes": size, "memory": "page-locked", "devices": len(ends), "beside_adam": True}
     return [Sample("adam", about, seconds), Sample("copy", beside, tuple(copied[1:-1] or copied))]
 

@@ -22,10 +22,20 @@ def cores() -> int:
     return int(_native.features()["usable_cores"])
 
 
-def thread_counts() -> list[int]:
-    """1, 2, 4 .. and all cores."""
-    powers = [1 << k for k in range(16) if 1 << k < cores()]
-    return [*powers, cores()]
+def optimizer_threads(device: str) -> int:
+    """Threads of all ranks' optimizers in a run with a rank on every device: all cores, less those that launch."""
+    from spipe.runtime.rank import default_optimizer_threads
+
+    if device == "cpu":
+        return cores()
+    devices = min(torch.cuda.device_count(), cores())
+    return devices * default_optimizer_threads(device, devices)
+
+
+def thread_counts(most: int) -> list[int]:
+    """1, 2, 4 .. and the most."""
+    powers = [1 << k for k in range(16) if 1 << k < most]
+    return [*powers, most]
 
 
 def num_parameters() -> int:
@@ -54,17 +64,17 @@ def triad(effort: float) -> list[Sample]:
     return [Sample("triad", {"threads": cores(), "bytes": 12 * count, "processor_share": min(share, 1.0)}, best)]
 
 
-def adam(dtype: str, effort: float) -> list[Sample]:
-    """Steps as a run takes them, with an undo log, by number of threads."""
+def adam(dtype: str, most: int, effort: float) -> list[Sample]:
+    """Steps as a run takes them, with an undo log, by number of threads: 1, 2, 4 .. ``most``."""
     count, found = num_parameters(), []
-    for threads in thread_counts():
+    for threads in thread_counts(most):
         with optimizer(count, threads, dtype) as step:
             seconds = repeat(step, 0.4 * effort)
         found.append(Sample("adam", {"threads": threads, "parameters": count, "dtype": dtype}, seconds))
     small = 4096
-    with optimizer(small, cores(), dtype) as step:
+    with optimizer(small, most, dtype) as step:
         seconds = repeat(step, 0.1 * effort)
-    return [*found, Sample("adam", {"threads": cores(), "parameters": small, "dtype": dtype}, seconds)]
+    return [*found, Sample("adam", {"threads": most, "parameters": small, "dtype": dtype}, seconds)]
 
 
 @contextmanager

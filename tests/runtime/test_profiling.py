@@ -122,7 +122,7 @@ def test_the_parts_for_gpus_run_on_two_pretended_ones(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "ones", ones)
     samples = [
         *copies.host_copies(0.001), *copies.peer_copies(0.001), *copies.device_copy(0.001), *copies.page_lock(1.0),
-        *copies.adam_beside_copies("bf16", 0.01),
+        *copies.adam_beside_copies("bf16", 2, 0.01),
     ]  # fmt: skip
     assert {(s.about["memory"], s.about["devices"]) for s in samples if s.what == "copy"} == {
         ("page-locked", 1), ("page-locked", 2), ("pageable", 1)

@@ -86,7 +86,7 @@ def run(folder: Path | None, to: "Console", say: Say) -> dict[str, Any]:
     Returns:
         What ``--json`` holds: first and last loss, idle time by cause of a simulated step, and the judged plans.
     """
-    from spipe import show
+    from spipe import show_measured
     from spipe.hardware import load_hardware
 
     begin = time.monotonic()
@@ -98,7 +98,7 @@ def run(folder: Path | None, to: "Console", say: Say) -> dict[str, Any]:
         _head(to, "3", "Calibrate the hardware description with that run")
         calibration = calibrate(simulation.plan, hardware, folder / "run")
         calibration.hardware.save(folder / "hardware.toml")
-        show.calibration(to, calibration.to_json())
+        show_measured.calibration(to, calibration.to_json())
         judged = judge(simulation.plan, hardware, folder, processes, to, say)
     result = {
         "folder": str(folder),
@@ -181,7 +181,7 @@ def judge(
     plan: "Plan", hardware: "HardwareSpec", folder: Path, processes: Any, to: "Console", say: Say
 ) -> list[Judged]:
     """In every round: calibrate on one run of ``plan``, predict other plans, write that down, then run them."""
-    from spipe import show
+    from spipe import show, show_measured
 
     plans = other_plans(hardware, plan.schedule)
     _head(to, "4", f"Calibrate again, predict {len(plans)} other plans, then run them: {ROUNDS} rounds")
@@ -211,7 +211,7 @@ def judge(
     judged = [
         Judged(name, before[name], median(after[name]), median(times[name]), median(shares[name])) for name in plans
     ]
-    show.judged(to, [asdict(each) for each in judged])
+    show_measured.judged(to, [asdict(each) for each in judged])
     warn_if_busy(min(each.processor_share for each in judged), to)
     return judged
 

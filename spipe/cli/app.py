@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from spipe.cli import buying, planning, plotting, profiling, running, specs, tuning, validating
+from spipe.cli import buying, calibrating, planning, plotting, profiling, running, specs, tuning, validating
 
 
 class CommandInterrupted(BaseException):
@@ -45,6 +45,6 @@ Examples:
   spipe tune --plan plan.json -o tuned        plan, run, calibrate, plan again
 """,
 )
-for _module in (specs, profiling, planning, buying, running, tuning, validating, plotting):
+for _module in (specs, profiling, planning, buying, running, calibrating, tuning, validating, plotting):
     for _command in _module.COMMANDS:
         app.command()(_interruptible(_command))

@@ -57,7 +57,7 @@ def profile(
 
     import torch
 
-    from spipe import show
+    from spipe import show_measured
     from spipe.model import load_model
     from spipe.plan import ELEMENT_BYTES
     from spipe.runtime import profiling
@@ -83,7 +83,7 @@ def profile(
     progress(f"wrote {output_file}")
     for warning in warnings_of(found):
         progress(f"warning: {warning}")
-    output.show(found.to_json(), lambda console: show.profile(console, found, hardware))
+    output.show(found.to_json(), lambda console: show_measured.profile(console, found, hardware))
 
 
 def kineto(
@@ -110,7 +110,7 @@ def kineto(
       spipe kineto trace.json --model llama3-8b --microbatch-size 1 --sequence 4096 --hardware a100x8 \\
           --block "nn.Module: LlamaDecoderLayer_*" -o hardware.toml
     """
-    from spipe import show
+    from spipe import show_measured
     from spipe.hardware import load_hardware
     from spipe.model import load_model
     from spipe.plan import ELEMENT_BYTES
@@ -139,7 +139,7 @@ def kineto(
             {"layer_kind": kind, "pass_name": name, "seconds": samples.median, "spread_s": samples.spread,
              "num_samples": samples.count}
         )  # fmt: skip
-    output.show({"layers": rows}, lambda console: show.layers(console, rows))
+    output.show({"layers": rows}, lambda console: show_measured.layers(console, rows))
 
 
 @contextmanager

@@ -136,9 +136,9 @@ def tune(
     progress(f"wrote {folder / 'plan.json'} and {folder / 'hardware.toml'}")
     output.write(result.to_json())
     if not output.to_stdout:
-        from spipe import show
+        from spipe import show_measured
 
-        show.tuning(console(), result.to_json())
+        show_measured.tuning(console(), result.to_json())
 
 
 def _of(plan: "Plan | None") -> "Plan":

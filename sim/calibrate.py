@@ -11,6 +11,7 @@ steps take beyond that is added to the layers as far as it is time between ops t
 How good a fit is shows on runs that it has not seen: those given to judge, or each run in turn left out.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +22,14 @@ from spipe.metrics import analyse, step_times
 from spipe.plan import Plan
 from spipe.program import Program
 from spipe.sim.calibration_fit import Fit
+from spipe.sim.fitting import Samples
 from spipe.sim.measurements import Measurement, check_steps, measured_step_s, measurements
 from spipe.sim.simulation import simulate
 from spipe.sim.stability import processor_share, warnings_of
 from spipe.trace import WARM_UP_STEPS, Trace
 
 _FOLDS = 5  # fits at most for cross-validation
+_DEVIATION = 1.4826  # standard deviations in half the width of the middle half
 _LEAST_HELD_OUT = 2  # runs whose errors tell how wrong a prediction is
 
 
@@ -73,6 +76,8 @@ class _Run:
     step_s: float
     stretch: float
     """How long compute ops last in units of the processor time they use, or of the time that kernels run."""
+    variation: float
+    """Relative standard deviation of its steps, outliers left out."""
 
 
 def calibrate(
@@ -116,11 +121,25 @@ def calibrate(
         held_out = [{**_row(run, fit.hardware), "used_for": "judge"} for run in others]
     else:
         held_out = list(_left_out(start, read))
-    fitted = fit.hardware
-    if len(held_out) >= _LEAST_HELD_OUT:
-        error = (sum(row["error"] ** 2 for row in held_out) / len(held_out)) ** 0.5
-        fitted = fitted.replace(prediction_error=error)
+    fitted = fit.hardware.replace(prediction_error=_prediction_error(start, read, rows, held_out))
     return Calibration(fitted, fit.report, rows, held_out, entries_of(fitted), warnings)
+
+
+def _prediction_error(
+    start: HardwareSpec, runs: Sequence[_Run], rows: Sequence[dict[str, Any]], held_out: Sequence[dict[str, Any]]
+) -> float:
+    """How wrong a prediction is: as for the runs left out, and no less than what the fit leaves of its own.
+
+    With no run left out, what was known before stays, unless the steps of a run vary by more.
+    """
+    own = _mean_square([row["error"] for row in rows]) + _mean_square([run.variation for run in runs])
+    seen = _mean_square([row["error"] for row in held_out])
+    enough = len(held_out) >= _LEAST_HELD_OUT
+    return math.sqrt(max(own, seen if enough else start.prediction_error**2))
+
+
+def _mean_square(values: Sequence[float]) -> float:
+    return math.fsum(value**2 for value in values) / max(len(values), 1)
 
 
 def _read(
@@ -133,7 +152,8 @@ def _read(
         times = [seconds for step, seconds in step_times(program, trace).items() if step >= warmup]
         check_steps(times, where)
         warnings += [f"{name}: {text}" for text in warnings_of(program, trace, times, warmup)]
-        yield _Run(name, plan, ops, step_s, _stretch(program, trace, hardware.device, step_s, warmup))
+        stretch = _stretch(program, trace, hardware.device, step_s, warmup)
+        yield _Run(name, plan, ops, step_s, stretch, _DEVIATION * Samples.of(times).spread / step_s)
 
 
 def _stretch(program: Program, trace: Trace, device: str, step_s: float, warmup: int) -> float:

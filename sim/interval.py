@@ -79,7 +79,7 @@ def interval(simulation: Simulation, *, level: float = LEVEL, draws: int = DRAWS
     low, high = np.quantile(step_s, [(1 - level) / 2, (1 + level) / 2])
     parts = {name: abs(float(ratio) - 1) for name, ratio in zip(names, relative[1:], strict=False)}
     if hardware.prediction_error:
-        parts["plans that were not fitted"] = hardware.prediction_error
+        parts["runs against predictions"] = hardware.prediction_error
     return Interval(float(low), float(high), level, dict(sorted(parts.items(), key=lambda part: -part[1])))
 
 

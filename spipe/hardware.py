@@ -236,7 +236,7 @@ class HardwareSpec(Spec):
     uncertainty: dict[str, NonNegative] = Field(default_factory=dict)
     """Relative standard error of a measured or fitted value, by dotted field name."""
     prediction_error: NonNegative = 0.0
-    """Relative standard error of predicted step times of runs that nothing was fitted to; 0: not known."""
+    """Relative standard error of predicted step times, as far as runs have shown it; 0: not known."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

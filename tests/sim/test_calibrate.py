@@ -428,3 +428,22 @@ def test_a_host_that_now_and_then_issues_late_is_part_of_the_layers() -> None:
     assert result.runs[0]["measured_s"] > 1.015 * result.runs[0]["before_s"]
     assert share > 0.01
     assert result.runs[0]["error"] == pytest.approx(0, abs=0.015)
+
+
+def test_how_much_steps_vary_is_the_least_that_a_prediction_may_be_wrong() -> None:
+    ((plan, trace),) = runs([laptop_plan()], LAPTOP, num_steps=24)
+    shaken = Trace.empty(plan.program(), "measured")
+    shift = [0.0]
+    step_s = simulate(plan, hardware=LAPTOP).step_s
+    for step in range(24):
+        shift.append(shift[-1] + step_s * 0.1 * math.sin(2.4 * step))
+    for row in range(len(trace)):
+        at = trace.step[row]
+        ready, start, end = (x[row] + shift[at] for x in (trace.ready_s, trace.start_s, trace.end_s))
+        shaken.add(at, trace.op[row], ready, start, end, trace.cpu_s[row])
+    steady = calibrate([(plan, trace)]).hardware.prediction_error
+    varied = calibrate([(plan, shaken)]).hardware.prediction_error
+    assert steady < 0.02
+    assert 0.05 < varied < 0.15
+    known = LAPTOP.replace(prediction_error=0.3)
+    assert calibrate([(plan, trace)], known).hardware.prediction_error == pytest.approx(0.3)

@@ -97,7 +97,7 @@ def test_fewer_samples_and_unfitted_plans_make_wider_intervals() -> None:
     step_s = simulate(plan).step_s
     assert doubtful.low_s == pytest.approx(step_s * math.exp(-0.05 * 1.645), rel=0.02)
     assert doubtful.high_s == pytest.approx(step_s * math.exp(0.05 * 1.645), rel=0.02)
-    assert doubtful.parts == {"plans that were not fitted": 0.05}
+    assert doubtful.parts == {"runs against predictions": 0.05}
 
 
 def test_where_nothing_is_known_there_is_no_interval() -> None:

@@ -65,7 +65,10 @@ class _Assembly:
     def __init__(self, profile: Profile, name: str) -> None:
         self.profile, self.name, self.machine = profile, name, profile.machine
         self.on_cpu = self.machine["device"] == "cpu"
-        self.provenance: dict[str, str] = {}
+        told = ("cpu.cores", "cpu.num_domains", "cpu.memory_bytes", "accelerator.memory_bytes", "links[0].latency_s")
+        self.provenance: dict[str, str] = dict.fromkeys(told, "measured")
+        if "process_bytes" in self.machine:
+            self.provenance["cpu.process_bytes"] = "measured"
         self.uncertainty: dict[str, float] = {}
 
     def hardware(self) -> HardwareSpec:

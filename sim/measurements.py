@@ -166,17 +166,17 @@ class _Reading:
         program, trace = self.program, self.trace
         durations: dict[Group, list[float]] = defaultdict(list)
         gaps: dict[Group, list[float]] = defaultdict(list)
-        lane_free: dict[tuple[int, int], float] = {}
-        for row in sorted(range(len(trace)), key=lambda row: (trace.start_s[row], trace.end_s[row])):
-            i, step = trace.op[row], trace.step[row]
-            lane = (program.rank[i], program.lane[i])
-            free, lane_free[lane] = lane_free.get(lane, math.inf), trace.end_s[row]
+        could_start = self.could_start()
+        for row, (i, step) in enumerate(zip(trace.op, trace.step, strict=True)):
             kind = Kind(program.kind[i])
             if step not in self.steps or kind in RECVS or kind in COLLECTIVES:
                 continue
             group = (int(kind), program.stage[i], program.index[i] if kind in _BUCKETED else 0)
             durations[group].append(self.seconds(row))
-            before = max(free, trace.ready_s[row])
+            before = could_start[row]
+            if program.partner[i] >= 0:  # the wait for the other side is not what the lane takes
+                other = self.row.get((step, program.partner[i]))
+                before = max(before, math.inf if other is None else could_start[other])
             if before <= trace.start_s[row]:
                 gaps[group].append(trace.start_s[row] - before)
         for members in program.collectives():
@@ -185,6 +185,17 @@ class _Reading:
                 rows = [self.row[step, i] for i in members if (step, i) in self.row]
                 durations[group].append(max(trace.end_s[row] for row in rows) - max(trace.start_s[row] for row in rows))
         return durations, gaps
+
+    def could_start(self) -> list[float]:
+        """For every row the time at which its op was ready and its lane free; infinite for the first op of a lane."""
+        program, trace = self.program, self.trace
+        free: dict[tuple[int, int], float] = {}
+        times = [math.inf] * len(trace)
+        for row in sorted(range(len(trace)), key=lambda row: (trace.start_s[row], trace.end_s[row])):
+            lane = (program.rank[trace.op[row]], program.lane[trace.op[row]])
+            times[row] = max(free.get(lane, math.inf), trace.ready_s[row])
+            free[lane] = trace.end_s[row]
+        return times
 
     def seconds(self, row: int) -> float:
         """How long an op took, or the processor time it used on device ``cpu``."""

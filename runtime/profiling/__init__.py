@@ -10,8 +10,9 @@ from spipe.errors import SpipeError
 from spipe.model import ModelSpec
 from spipe.profile import Profile, Sample
 from spipe.runtime.devices import require_device
-from spipe.runtime.profiling import copies, host, layers, machine, process
+from spipe.runtime.profiling import copies, host, layers, machine
 from spipe.runtime.profiling.layers import Shape
+from spipe.runtime.profiling.process import process_bytes
 
 Progress = Callable[[int, int, str], None]
 Task = tuple[str, Callable[[], list[Sample]]]
@@ -56,7 +57,7 @@ def profile(
         torch.set_num_threads(before)
     found.machine["load"] = machine.load()
     try:
-        found.machine["process_bytes"] = process.process_bytes(device)
+        found.machine["process_bytes"] = process_bytes(device)
     except RuntimeError as error:
         found.notes.append(f"memory of a rank's process: not measured ({error})")
     progress(len(tasks), len(tasks), "done")

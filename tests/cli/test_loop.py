@@ -144,7 +144,7 @@ def test_profile_and_what_a_prediction_on_it_says(
     command: Command, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiling.host, "num_parameters", lambda: 1 << 16)
-    monkeypatch.setattr(profiling.process, "process_bytes", lambda device: 3e8)
+    monkeypatch.setattr(profiling, "process_bytes", lambda device: 3e8)
     hardware, samples = tmp_path / "hardware.toml", tmp_path / "samples.json"
     shape = ("--microbatch-size", 2, "--sequence", 32, "--device", "cpu", "--effort", 0.01)
     made = command("profile", "-o", hardware, *shape, "--json", samples)

@@ -13,7 +13,7 @@ from spipe.plan import make_plan
 from spipe.profile import Profile
 from spipe.runtime import profiling
 from spipe.runtime.job import Job
-from spipe.runtime.profiling import copies, layers, machine, repeat
+from spipe.runtime.profiling import copies, layers, machine, process, repeat
 from spipe.sim.profiled import hardware_of
 
 SMALL = ModelSpec(name="small", num_layers=2, hidden_size=32, ffn_size=80, num_heads=4, num_kv_heads=2, vocab_size=64)
@@ -23,6 +23,7 @@ SMALL = ModelSpec(name="small", num_layers=2, hidden_size=32, ffn_size=80, num_h
 def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling.host, "num_parameters", lambda: 1 << 16)
     monkeypatch.setattr(repeat, "_BRIEF_S", 1e-4)
+    monkeypatch.setattr(profiling, "process_bytes", lambda device: 3e8)
 
 
 def test_this_machine_is_measured_and_becomes_a_spec() -> None:
@@ -41,18 +42,24 @@ def test_this_machine_is_measured_and_becomes_a_spec() -> None:
     spec = hardware_of(found, "here")
     assert spec.find_measured(SMALL, "block", "backward", 2, 16, "fp32") is not None
     assert spec.cpu.cores == profiling.host.cores()
-    assert spec.cpu.process_bytes is not None
-    assert 50e6 < spec.cpu.process_bytes < 2e9
+    assert spec.cpu.process_bytes == 3e8
     plan = make_plan(SMALL, spec, num_ranks=1, global_batch=1, microbatch_size=1, sequence=8, precision="fp32",
                      forward_stages=1, backward_stages=2)  # fmt: skip
-    assert Job(plan, 1, Path("unused")).table_of_bytes()["PyTorch processes"] == round(spec.cpu.process_bytes)
+    assert Job(plan, 1, Path("unused")).table_of_bytes()["PyTorch processes"] == 3e8
+
+
+@pytest.mark.slow
+def test_a_process_of_a_rank_is_measured() -> None:
+    assert 50e6 < process.process_bytes("cpu") < 2e9
+    with pytest.raises(RuntimeError, match="a process of its own failed"):
+        process.process_bytes("tpu")
 
 
 def test_a_part_that_fails_becomes_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_process(device: str) -> int:
         raise RuntimeError("it failed")
 
-    monkeypatch.setattr(profiling.process, "process_bytes", no_process)
+    monkeypatch.setattr(profiling, "process_bytes", no_process)
 
     def fail() -> list[profiling.Sample]:
         raise RuntimeError("no memory\nand more")

@@ -303,7 +303,8 @@ def test_steps_that_no_op_explains_are_said_and_left_out() -> None:
 
 def test_every_run_is_predicted_by_the_others() -> None:
     truth = slower_gpu_host()
-    plans = [gpu_plan(), gpu_plan(schedule="mobius", forward_stages=4, backward_stages=4), gpu_plan(global_batch=4)]
+    shape = {"forward_stages": 4, "backward_stages": 4, "global_batch": 4}
+    plans = [gpu_plan(global_batch=4), gpu_plan(schedule="mobius", **shape), gpu_plan(global_batch=2)]
     measured = runs(plans, truth)
     result = calibrate(measured)
     assert [row["used_for"] for row in result.held_out] == ["left out"] * 3

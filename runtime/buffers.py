@@ -14,7 +14,7 @@ from spipe.ops import Kind
 from spipe.plan import Plan
 from spipe.program import Program
 from spipe.runtime.devices import Device
-from spipe.runtime.region import DTYPES, private_memory
+from spipe.runtime.region import DTYPES, bytes_of, private_memory
 from spipe.runtime.store import ParameterTable, Store
 
 LayerViews = list[dict[str, torch.Tensor]]
@@ -65,6 +65,17 @@ class Buffers:
         self.slabs = {slot: self._flat(count, self.gradient_dtype) for slot, count in slab_elements.items()}
         self._leaves: dict[tuple[int, range], LayerViews] = {}
         self._gradients: dict[tuple[int, range], LayerViews] = {}
+
+    def table_of_bytes(self) -> dict[str, int]:
+        """What is allocated here, itemised."""
+        tokens = [tensor for slot in self.tokens.values() for tensor in slot.tensors()]
+        parts = {
+            "weights": self.weight_slots.values(),
+            "gradients": self.slabs.values(),
+            "messages and stage inputs": self.inbox.values(),
+            "tokens": tokens,
+        }
+        return {name: sum(map(bytes_of, tensors)) for name, tensors in parts.items()}
 
     def num_elements(self, stage: int) -> int:
         """Elements of a stage's parameters, with padding."""

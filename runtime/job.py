@@ -264,5 +264,6 @@ class Job:
         region = self.store_layout().table_of_bytes()
         items["mailboxes"] = region["mailboxes"]
         items["flags and times"] = region["flags and times"]
-        items["PyTorch processes"] = PROCESS_BYTES * self.num_ranks
+        one = self.plan.hardware.cpu.process_bytes or PROCESS_BYTES
+        items["PyTorch processes"] = round(one) * self.num_ranks
         return items

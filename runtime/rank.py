@@ -26,7 +26,7 @@ from spipe.runtime.rendezvous import KeyValueStore
 from spipe.runtime.results import Reporter, evaluation_row, write_results
 from spipe.runtime.session import Request, Session
 from spipe.runtime.settlement import MasterState, Settlement
-from spipe.runtime.store import Store
+from spipe.runtime.store import DEVICE_ITEMS, Store
 from spipe.runtime.transports import choose_transport, make_transport
 
 Report = Callable[[dict[str, Any]], None]
@@ -170,6 +170,7 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
         session.saver.finish()
     device.resolve_times(store, job.traced_from)
     used, reserved = device.peak_bytes()
+    store.items[rank] = [handlers.buffers.table_of_bytes()[name] for name in DEVICE_ITEMS]
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     store.peaks[rank] = used + transport.device_bytes, resident, reserved + transport.device_bytes
     if job.dump_state:

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 import spipe
@@ -20,7 +21,7 @@ from spipe.ops import RECVS, Kind
 from spipe.program import Program
 from spipe.runtime.job import Job
 from spipe.runtime.settlement import Settlement
-from spipe.runtime.store import NOTES, Store
+from spipe.runtime.store import DEVICE_ITEMS, NOTES, Store
 from spipe.trace import WARM_UP_STEPS, Trace
 
 
@@ -147,6 +148,9 @@ def write_results(job: Job, store: Store, settlement: Settlement, about: dict[st
         "peak_device_bytes": [int(peak) for peak in store.peaks[:, 0]],
         "peak_reserved_bytes": [int(peak) for peak in store.peaks[:, 2]],
         "peak_resident_bytes": [int(peak) for peak in store.peaks[:, 1]],
+        "device_items_bytes": [dict(zip(DEVICE_ITEMS, map(int, row), strict=True)) for row in store.items],
+        "host_items_bytes": store.layout.table_of_bytes(),
+        "host_planned_bytes": job.table_of_bytes(),
         "ops_per_step": {Kind(kind).name: n for kind, n in sorted(Counter(program.kind).items())},
         "traced_steps": [min(job.traced_from, num_steps), num_steps],
         "plan": job.plan.digest(),
@@ -169,10 +173,12 @@ def write_results(job: Job, store: Store, settlement: Settlement, about: dict[st
 def measured_trace(program: Program, store: Store, first_step: int, num_steps: int) -> Trace:
     """All ranks' times on one clock. An op is ready when its last dependency ends (or when the job starts).
 
-    Both halves of a message have the same start, when both sides were there, and the same end, when it had arrived.
+    Both halves of a message have the same start, when both sides were there, and the same end, when it had arrived; a
+    collective has the start of its last rank.
     """
     trace = Trace.empty(program, "measured")
     origin = float(store.step_ends[0].max())
+    collectives = [list(members) for members in program.collectives()]
     previous = None
     for offset, rows in enumerate(store.times[: max(num_steps - first_step, 0)]):
         step = first_step + offset
@@ -182,6 +188,9 @@ def measured_trace(program: Program, store: Store, first_step: int, num_steps: i
                 start[i] = start[partner] = max(start[i], start[partner])
                 received = partner if program.kind[partner] in RECVS else i
                 end[i] = end[partner] = max(end[received], start[i])
+        for members in collectives:
+            start[members] = start[members].max()
+            end[members] = np.maximum(end[members], start[members])
         for i in range(len(program)):
             before = [end[d] for d in program.dependencies[i]]
             if previous is not None:

@@ -32,6 +32,8 @@ MAILBOX_SLOTS = 2
 COUNTER_BYTES = 64
 ARRIVALS = ("validate", "barrier", "phase", "saved", "settled", "evaluated")
 """What ranks wait for each other for, apart from ops."""
+DEVICE_ITEMS = ("weights", "gradients", "messages and stage inputs", "tokens")
+"""What the buffers of a rank consist of."""
 NOTES = ("", "rollback", "bypass", "redo")
 """What came of an op, as it stands in a trace; its position is the code in the store."""
 
@@ -129,6 +131,7 @@ class StoreLayout:
         self.step_ends = region.add(8 * (steps + 1) * num_ranks)
         self.peaks = region.add(8 * 3 * num_ranks)
         self.in_use = region.add(8 * 2 * num_ranks)
+        self.items = region.add(8 * len(DEVICE_ITEMS) * num_ranks)
         self.times = region.add(8 * 4 * trace_steps * num_ops)
         self.control_bytes = region.num_bytes
         page = 4096
@@ -203,7 +206,9 @@ class Store:
         self.step_ends = self._doubles(layout.step_ends, (layout.steps + 1, layout.num_ranks))
         """End of each step's VALIDATE per rank, seconds of the monotonic clock; row 0: start of the job."""
         self.peaks = self._doubles(layout.peaks, (layout.num_ranks, 3))
-        """Per rank: most bytes of device memory, most resident bytes of its process."""
+        """Per rank: most bytes of device memory, most resident bytes of its process, most reserved on the device."""
+        self.items = self._doubles(layout.items, (layout.num_ranks, len(DEVICE_ITEMS)))
+        """Per rank: bytes of its buffers, by item."""
         self.in_use = self._doubles(layout.in_use, (layout.num_ranks, 2))
         """Per rank, as of its last VALIDATE: most bytes of device memory so far, resident bytes that are its own."""
         self.times = self._doubles(layout.times, (layout.trace_steps, layout.num_ops, 4))

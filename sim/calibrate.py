@@ -4,33 +4,34 @@ Fitted are, by robust least squares on medians over microbatches and steps: seco
 (the time of a stage is the sum of its layers and a fixed cost of the op), bandwidth and fixed cost of copies and
 messages, the optimizer's rate, and the latency of a collective. On device ``cpu`` an op counts with the processor time
 it used, because its wall time holds the contention for cores that the simulator adds itself; what the steps of the runs
-take beyond that is then added to the layers, all by one factor.
+take beyond that is then added to the layers, all by one factor, as far as the ops' own wall time explains it. On device
+``cuda`` rates are changed until simulated ops, which share links and memory, last as long as measured ones; what the
+steps take beyond that is added to the layers as far as it is time between ops that nothing but the host explains.
+
+How good a fit is shows on runs that it has not seen: those given to judge, or each run in turn left out.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from spipe.errors import SpipeError
-from spipe.hardware import HardwareSpec, MeasuredLayer
-from spipe.model import LAYER_KINDS, LayerKind, ModelSpec, PassName
-from spipe.ops import PARTNER, Kind
+from spipe.hardware import HardwareSpec
+from spipe.metrics import analyse, step_times
+from spipe.model import ModelSpec
 from spipe.plan import Plan
-from spipe.sim.cost import CostModel
-from spipe.sim.fitting import Prior, nonnegative_fit
-from spipe.sim.measurements import Measurement, measured_step_s, measurements
+from spipe.program import Program
+from spipe.sim.calibration_fit import Fit
+from spipe.sim.fitting import Samples
+from spipe.sim.measurements import Measurement, check_steps, measured_step_s, measurements
 from spipe.sim.simulation import simulate
-from spipe.topology import Link, Place
+from spipe.sim.stability import processor_share, warnings_of
 from spipe.trace import WARM_UP_STEPS, Trace
 
-_PASSES: tuple[tuple[Kind, PassName], ...] = (
-    (Kind.FORWARD, "forward"),
-    (Kind.RECOMPUTE, "recompute"),
-    (Kind.BACKWARD, "backward"),
-)
-_MOST_UNSEEN = 1.3  # more than this is another program, not ours
-_FIXED = (Kind.LOAD_TOKENS, Kind.STORE_STAGE_INPUT, Kind.LOAD_STAGE_INPUT, Kind.COMMIT, Kind.VALIDATE, Kind.BARRIER)
+_FOLDS = 5  # fits at most for cross-validation
+_DEVIATION = 1.4826  # standard deviations in half the width of the middle half
+_LEAST_HELD_OUT = 2  # runs whose errors tell how wrong a prediction is
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,44 @@ class Calibration:
     Attributes:
         hardware: the fitted spec.
         report: a row for every fitted value: ``what``, ``value``, ``unit``, ``spread`` (relative), ``samples``.
-        runs: for every run its median step time, measured and as the fitted spec predicts it (seconds).
+        runs: for every run its median step time (seconds): measured, as the spec to start from predicts it, and as the
+            fitted spec does.
+        held_out: the same for runs that the fit had not seen: ``used_for`` ``judge``, or ``left out`` in their turn.
+        entries: where every value of the fitted spec comes from.
+        warnings: what makes a run doubtful, with the evidence.
     """
 
     hardware: HardwareSpec
     report: list[dict[str, Any]]
     runs: list[dict[str, Any]] = field(default_factory=list)
+    held_out: list[dict[str, Any]] = field(default_factory=list)
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """For files and other tools."""
-        return {"hardware": self.hardware.name, "fits": self.report, "runs": self.runs}
+        return {
+            "hardware": self.hardware.name,
+            "fits": self.report,
+            "runs": self.runs,
+            "held_out": self.held_out,
+            "entries": self.entries,
+            "warnings": self.warnings,
+        }
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run, as far as a fit needs it."""
+
+    name: str
+    plan: Plan
+    ops: list[Measurement]
+    step_s: float
+    stretch: float
+    """How long compute ops last in units of the processor time they use, or of the time that kernels run."""
+    variation: float
+    """Relative standard deviation of its steps, outliers left out."""
 
 
 def calibrate(
@@ -58,6 +87,8 @@ def calibrate(
     *,
     warmup: int = WARM_UP_STEPS,
     names: Sequence[str] = (),
+    judged: Sequence[tuple[Plan, Trace]] = (),
+    judged_names: Sequence[str] = (),
 ) -> Calibration:
     """Fit a hardware spec to measured runs.
 
@@ -66,6 +97,8 @@ def calibrate(
         hardware: what to start from; None: the hardware of the first plan.
         warmup: steps of the job that do not count (by step number; a trace may start later).
         names: what messages call the runs; default: by number, from 0.
+        judged: runs that are only predicted. Without any, and with several runs, each is left out in its turn.
+        judged_names: what messages call those.
 
     Raises:
         SpipeError: if a trace is of another plan or device, is not complete, has too few steps, or holds durations
@@ -73,39 +106,110 @@ def calibrate(
     """
     if not runs:
         raise SpipeError("calibration needs at least one run: a plan and its trace")
-    for plan, _ in runs:
+    for plan, _ in (*runs, *judged):
         if not isinstance(plan.model, ModelSpec):
             raise SpipeError(
                 f"calibration measures built-in layers; {plan.model.name} is a list of layers: leave that run out"
             )
-    hardware = _with_cores(hardware or runs[0][0].hardware, [trace for _, trace in runs])
+    start = _with_cores(hardware or runs[0][0].hardware, [trace for _, trace in runs])
     names = names or [f"run {number}" for number in range(len(runs))]
-    fit = _Fit(
-        hardware,
-        [
-            measurements(plan, trace, hardware, warmup, f"calibrate: {name}")
-            for name, (plan, trace) in zip(names, runs, strict=True)
-        ],
-    )
+    judged_names = judged_names or [f"judged run {number}" for number in range(len(judged))]
+    warnings: list[str] = []
+    read = list(_read(runs, names, start, warmup, warnings))
+    others = list(_read(judged, judged_names, start, warmup, warnings))
+    fit, doubts = _fit(start, read)
+    warnings += doubts
+    rows = [
+        {"run": number, **_row(run, fit.hardware, before_s=simulate(run.plan, hardware=start).step_s)}
+        for number, run in enumerate(read)
+    ]
+    if others:
+        held_out = [{**_row(run, fit.hardware), "used_for": "judge"} for run in others]
+    else:
+        held_out = list(_left_out(start, read))
+    fitted = fit.hardware.replace(prediction_error=_prediction_error(start, read, rows, held_out))
+    return Calibration(fitted, fit.report, rows, held_out, entries_of(fitted), warnings)
+
+
+def _prediction_error(
+    start: HardwareSpec, runs: Sequence[_Run], rows: Sequence[dict[str, Any]], held_out: Sequence[dict[str, Any]]
+) -> float:
+    """How wrong a prediction is: as for the runs left out, and no less than what the fit leaves of its own.
+
+    With no run left out, what was known before stays, unless the steps of a run vary by more.
+    """
+    own = _mean_square([row["error"] for row in rows]) + _mean_square([run.variation for run in runs])
+    seen = _mean_square([row["error"] for row in held_out])
+    enough = len(held_out) >= _LEAST_HELD_OUT
+    return math.sqrt(max(own, seen if enough else start.prediction_error**2))
+
+
+def _mean_square(values: Sequence[float]) -> float:
+    return math.fsum(value**2 for value in values) / max(len(values), 1)
+
+
+def _read(
+    runs: Sequence[tuple[Plan, Trace]], names: Sequence[str], hardware: HardwareSpec, warmup: int, warnings: list[str]
+) -> Iterator[_Run]:
+    for name, (plan, trace) in zip(names, runs, strict=True):
+        where, program = f"calibrate: {name}", plan.program()
+        ops = measurements(plan, trace, hardware, warmup, where)
+        step_s = measured_step_s(program, trace, warmup, where)
+        times = [seconds for step, seconds in step_times(program, trace).items() if step >= warmup]
+        check_steps(times, where)
+        warnings += [f"{name}: {text}" for text in warnings_of(program, trace, times, warmup)]
+        stretch = _stretch(program, trace, hardware.device, step_s, warmup)
+        yield _Run(name, plan, ops, step_s, stretch, _DEVIATION * Samples.of(times).spread / step_s)
+
+
+def _stretch(program: Program, trace: Trace, device: str, step_s: float, warmup: int) -> float:
+    if device == "cpu":
+        share = processor_share(program, trace, warmup)
+        return 1 / share if share else 1.0
+    times = {step: seconds for step, seconds in step_times(program, trace).items() if step >= warmup}
+    found = analyse(program, trace, min(times, key=lambda step: abs(times[step] - step_s)))
+    return 1 + found.total()["host issue"] / sum(found.busy_s)
+
+
+def _fit(hardware: HardwareSpec, runs: Sequence[_Run]) -> tuple[Fit, list[str]]:
+    """The fit to some runs, and doubts about it."""
+    plans = [run.plan for run in runs]
+    fit = Fit(hardware, [run.ops for run in runs])
     fit.layers()
     fit.copies()
     fit.messages()
     fit.optimizer()
     fit.fixed_costs()
-    measured = [
-        measured_step_s(plan.program(), trace, warmup, f"calibrate: {name}")
-        for name, (plan, trace) in zip(names, runs, strict=True)
-    ]
-    fit.unseen_time([plan for plan, _ in runs], measured)
-    fitted = fit.hardware
-    rows = []
-    for number, (plan, _) in enumerate(runs):
-        predicted = simulate(plan, hardware=fitted).step_s
-        rows.append(
-            {"run": number, "plan": plan.digest(), "measured_s": measured[number], "predicted_s": predicted,
-             "error": predicted / measured[number] - 1}
-        )  # fmt: skip
-    return Calibration(fitted, fit.report, rows)
+    fit.settle_contention(plans)
+    doubt = fit.unseen_time(plans, [run.step_s for run in runs], [run.stretch for run in runs])
+    fit.carry_over()
+    return fit, [] if doubt is None else [doubt]
+
+
+def _row(run: _Run, hardware: HardwareSpec, **more: float) -> dict[str, Any]:
+    predicted_s = simulate(run.plan, hardware=hardware).step_s
+    return {
+        "name": run.name,
+        "plan": run.plan.digest(),
+        "measured_s": run.step_s,
+        **more,
+        "predicted_s": predicted_s,
+        "error": predicted_s / run.step_s - 1,
+    }
+
+
+def _left_out(hardware: HardwareSpec, runs: Sequence[_Run]) -> Iterator[dict[str, Any]]:
+    """Every run as the fit to the others predicts it; runs of one plan are left out together."""
+    digests = list(dict.fromkeys(run.plan.digest() for run in runs))
+    if len(digests) < 2:
+        return
+    number = min(len(digests), _FOLDS)
+    for fold in range(number):
+        out = set(digests[fold::number])
+        fit, _ = _fit(hardware, [run for run in runs if run.plan.digest() not in out])
+        for run in runs:
+            if run.plan.digest() in out:
+                yield {**_row(run, fit.hardware), "used_for": "left out"}
 
 
 def _with_cores(hardware: HardwareSpec, traces: Sequence[Trace]) -> HardwareSpec:
@@ -122,310 +226,32 @@ def _with_cores(hardware: HardwareSpec, traces: Sequence[Trace]) -> HardwareSpec
     )
 
 
-Shape = tuple[object, ...]
-"""All that the time of a layer depends on, apart from its kind and pass."""
-
-
-def _decoder(costs: CostModel) -> ModelSpec:
-    assert isinstance(costs.model, ModelSpec)
-    return costs.model
-
-
-def _shape(costs: CostModel) -> Shape:
-    sizes = [MeasuredLayer.shape_of(_decoder(costs), kind) for kind in LAYER_KINDS]
-    return (
-        costs.microbatch_size,
-        costs.sequence,
-        costs.precision,
-        *(value for size in sizes for value in size.values()),
-    )
-
-
-class _Fit:
-    """Fits one thing after another; each starts from the spec with what was fitted before."""
-
-    def __init__(self, hardware: HardwareSpec, runs: Sequence[list[Measurement]]) -> None:
-        self.hardware = hardware
-        self.ops = [op for run in runs for op in run]
-        self.shapes = {_shape(op.costs): op.costs for op in self.ops}
-        self.fitted_layers: set[tuple[object, ...]] = set()
-        self.report: list[dict[str, Any]] = []
-
-    def of_kind(self, *kinds: Kind) -> list[Measurement]:
-        return [op for op in self.ops if op.kind in kinds]
-
-    def update(self, provenance: Mapping[str, str], **changes: Any) -> None:
-        self.hardware = self.hardware.replace(provenance={**self.hardware.provenance, **provenance}, **changes)
-
-    def set_overhead(self, kind: Kind, seconds: float, ops: Sequence[Measurement]) -> None:
-        overheads = {**self.hardware.measured_op_overhead_s, kind.name: max(float(seconds), 0.0)}
-        self.update({"measured_op_overhead_s": "fitted"}, measured_op_overhead_s=overheads)
-        self.note(f"fixed cost of {kind.name}", overheads[kind.name], "s", ops)
-
-    def note(self, what: str, value: float, unit: str, ops: Sequence[Measurement]) -> None:
-        samples = sum(op.seconds.count for op in ops)
-        self.report.append({"what": what, "value": value, "unit": unit, "spread": _spread(ops), "samples": samples})
-
-    # ------------------------------------------------------------------ compute
-
-    def layers(self) -> None:
-        """Seconds of every layer kind and pass, for every shape, and the fixed costs of compute ops."""
-        self.set_threads()
-        seconds: dict[tuple[Shape, LayerKind, PassName], tuple[float, list[Measurement]]] = {}
-        for kind, name in _PASSES:
-            if ops := self.of_kind(kind):
-                for (shape, layer), value in self.one_pass(kind, name, ops).items():
-                    mine = [op for op in ops if _shape(op.costs) == shape and op.layer_counts[layer]]
-                    seconds[shape, layer, name] = value, mine
-        self.fill_unseen(seconds)
-        entries = {entry_key(entry): entry for entry in self.hardware.measured}
-        for (shape, layer, name), (value, ops) in seconds.items():
-            costs = self.shapes[shape]
-            entry = MeasuredLayer.model_validate(
-                {
-                    "layer_kind": layer,
-                    "pass_name": name,
-                    "microbatch_size": costs.microbatch_size,
-                    "sequence": costs.sequence,
-                    "dtype": costs.precision,
-                    "seconds": value,
-                    "spread_s": _spread(ops) * value,
-                    "num_samples": max(1, sum(op.seconds.count for op in ops)),
-                    **MeasuredLayer.shape_of(_decoder(costs), layer),
-                }
-            )
-            entries[entry_key(entry)] = entry
-            self.fitted_layers.add(entry_key(entry))
-            self.note(f"{layer} {name}, {costs.microbatch_size} x {costs.sequence} {costs.precision}", value, "s", ops)
-        self.update({"measured": "measured"}, measured=tuple(entries.values()))
-
-    def set_threads(self) -> None:
-        if self.hardware.device != "cpu":
-            return
-        threads = {op.costs.compute_threads for op in self.ops}
-        if len(threads) > 1:
-            raise SpipeError(
-                f"calibrate: the runs compute with {' and '.join(map(str, sorted(threads)))} threads a rank; use runs "
-                "with one number of compute_threads"
-            )
-        self.hardware = self.hardware.replace(
-            accelerator=self.hardware.accelerator.replace(compute_threads=threads.pop())
-        )
-
-    def one_pass(self, kind: Kind, name: PassName, ops: list[Measurement]) -> dict[tuple[Shape, LayerKind], float]:
-        """Seconds of every layer kind seen in this pass; the fixed cost of the op goes into the spec.
-
-        Where the stages do not tell layers apart (an embedding that always comes with one block), their ratio is that
-        of peak rates, and the fixed cost is the spec's.
-        """
-        seen = [
-            (shape, layer)
-            for shape in self.shapes
-            for layer in LAYER_KINDS
-            if any(_shape(op.costs) == shape and op.layer_counts[layer] for op in ops)
-        ]
-        rows = [[*(op.layer_counts[layer] * (_shape(op.costs) == shape) for shape, layer in seen), 1.0] for op in ops]
-        launch = self.hardware.accelerator.launch_overhead_s
-        fixed = launch if self.hardware.device == "cpu" else 0.0
-        priors = [Prior([0.0] * len(seen) + [1.0], fixed, max(launch, 1e-6))]
-        for shape, layer in seen:
-            if layer != "block" and (shape, "block") in seen:
-                mine = [op for op in ops if _shape(op.costs) == shape]
-                block = median(op.seconds.median / max(op.layer_counts["block"], 1) for op in mine)
-                ratio = self.shapes[shape].roofline_ratio(layer, name)
-                row = [0.0] * (len(seen) + 1)
-                row[seen.index((shape, layer))] = 1.0
-                row[seen.index((shape, "block"))] = -ratio
-                priors.append(Prior(row, 0.0, max(0.5 * ratio, 0.01) * block))
-        *found, overhead = nonnegative_fit(rows, [op.seconds.median for op in ops], priors, _spread(ops))
-        self.set_overhead(kind, overhead + median(op.gap_s for op in ops), ops)
-        return {key: float(value) for key, value in zip(seen, found, strict=True)}
-
-    def fill_unseen(self, seconds: dict[tuple[Shape, LayerKind, PassName], tuple[float, list[Measurement]]]) -> None:
-        """Forward of a layer that only recompute saw (the top of the model), and the other way round."""
-        passes: tuple[tuple[PassName, PassName], ...] = (("forward", "recompute"), ("recompute", "forward"))
-        for shape in self.shapes:
-            for name, other in passes:
-                blocks = [seconds.get((shape, "block", x), (0.0, []))[0] for x in (name, other)]
-                ratio = blocks[0] / blocks[1] if all(blocks) else 1.0
-                for layer in LAYER_KINDS:
-                    known = seconds.get((shape, layer, other))
-                    if known and (shape, layer, name) not in seconds:
-                        seconds[shape, layer, name] = known[0] * ratio, []
-
-    # ------------------------------------------------------------------ bytes
-
-    def copies(self) -> None:
-        """Bandwidth of the links between accelerators and host memory; fixed costs of copies."""
-        fetches = [op for op in self.of_kind(Kind.FETCH) if op.num_bytes > 0 and not op.is_remote]
-        offloads = [op for op in self.of_kind(Kind.OFFLOAD_GRAD) if op.num_bytes > 0]
-        if fetches:
-            bandwidth, fixed = self.line(fetches)
-            if bandwidth < float("inf"):
-                ends = [(op.source, op.target) for op in fetches]
-                self.set_bandwidth(ends, bandwidth, "copies between accelerator and host", fetches)
-            latency = median(self.route_latency(op) for op in fetches)
-            self.set_overhead(Kind.FETCH, fixed - latency + median(op.gap_s for op in fetches), fetches)
-        if offloads:
-            self.set_overhead(Kind.OFFLOAD_GRAD, self.excess(offloads), offloads)
-
-    def messages(self) -> None:
-        """Messages: bandwidth, where they have links of their own; else what they take beyond a copy."""
-        sends = [op for op in self.of_kind(*PARTNER) if op.num_bytes > 0]
-        if not sends:
-            return
-        sizes = {op.num_bytes for op in sends}
-        own = self.own_edges(sends)
-        if own and max(sizes) >= 1.5 * min(sizes):
-            bandwidth, _ = self.line(sends)
-            if bandwidth < float("inf"):
-                self.set_bandwidth([(op.source, op.target) for op in sends], bandwidth, "messages", sends, own)
-        elif own:
-            lasting = [op.num_bytes / (op.seconds.median - self.route_latency(op)) for op in sends
-                       if op.seconds.median > 1.5 * self.route_latency(op)]  # fmt: skip
-            if lasting:
-                ends = [(op.source, op.target) for op in sends]
-                self.set_bandwidth(ends, median(lasting), "messages", sends, own)
-        for kind in PARTNER:
-            mine = [op for op in sends if op.kind == kind]
-            if mine:
-                self.set_overhead(kind, self.excess(mine), mine)
-
-    def line(self, ops: Sequence[Measurement]) -> tuple[float, float]:
-        """(bytes per second, fixed seconds) of copies of several sizes; of one size: the route's own latency."""
-        latency = median(self.route_latency(op) for op in ops)
-        slope, fixed = nonnegative_fit(
-            [[op.num_bytes, 1.0] for op in ops],
-            [op.seconds.median for op in ops],
-            [Prior([0.0, 1.0], latency, max(latency, 1e-6))],
-            _spread(ops),
-        )
-        return (1 / slope if slope > 0 else float("inf")), float(fixed)
-
-    def route_latency(self, op: Measurement) -> float:
-        return self.hardware.route(op.source, op.target).latency_s
-
-    def excess(self, ops: Sequence[Measurement]) -> float:
-        """What ops take beyond the transfer of their bytes."""
-        route = self.hardware.route
-        return median(
-            op.seconds.median + op.gap_s - (route(op.source, op.target).seconds(op.num_bytes) if op.num_bytes else 0.0)
-            for op in ops
-        )
-
-    def own_edges(self, sends: Sequence[Measurement]) -> set[int]:
-        """Edges that messages use and copies between accelerator and host do not."""
-        route = self.hardware.route
-        places: list[tuple[Place, Place]] = [(op.source, op.target) for op in sends]
-        used = {edge for source, target in places for edge in route(source, target).edges}
-        for gpu in {place for ends in places for place in ends}:
-            memory: Place = ("memory", self.hardware.host_of(gpu[1]))
-            used -= {*route(gpu, memory).edges, *route(memory, gpu).edges}
-        return used
-
-    def set_bandwidth(
-        self,
-        ends: Sequence[tuple[Place, Place]],
-        bandwidth: float,
-        what: str,
-        ops: Sequence[Measurement],
-        edges: set[int] | None = None,
-    ) -> None:
-        """Give the links at accelerators on these routes (of ``edges``, if given) a bandwidth."""
-        topology = self.hardware.topology
-        names = {topology.edges[e].name for source, target in set(ends) for e in topology.route(source, target).edges
-                 if edges is None or e in edges}  # fmt: skip
-        links, provenance = [], {}
-        for number, link in enumerate(self.hardware.links):
-            kinds = [link.a.rstrip("*0123456789"), link.b.rstrip("*0123456789")]
-            if "gpu" in kinds and any(_joins(link, name) for name in names):
-                links.append(_with_bandwidth(link, bandwidth))
-                provenance[f"links[{number}].bandwidth_bytes_per_s"] = "fitted"
-            else:
-                links.append(link)
-        self.update(provenance, links=tuple(links))
-        self.note(f"bandwidth of {what}", bandwidth, "bytes/s", ops)
-
-    # ------------------------------------------------------------------ optimizer and the rest
-
-    def optimizer(self) -> None:
-        ops = [op for op in self.of_kind(Kind.STEP) if op.num_parameters > 0]
-        if not ops:
-            return
-        cores = self.hardware.cpu.cores
-        part = [min(1.0, op.costs.adam_threads / cores) for op in ops]
-        slope, fixed = nonnegative_fit(
-            [[op.num_parameters / share, 1.0] for op, share in zip(ops, part, strict=True)],
-            [op.seconds.median for op in ops],
-            [Prior([0.0, 1.0], self.hardware.cpu.adam_s_per_op, max(self.hardware.cpu.adam_s_per_op, 1e-6))],
-            _spread(ops),
-        )
-        if slope > 0:
-            cpu = self.hardware.cpu.replace(adam_parameters_per_s=1 / slope)
-            self.update({"cpu.adam_parameters_per_s": "fitted"}, cpu=cpu)
-            self.note("optimizer, all cores", 1 / slope, "parameters/s", ops)
-        self.set_overhead(Kind.STEP, float(fixed) + median(op.gap_s for op in ops), ops)
-
-    def unseen_time(self, plans: Sequence[Plan], measured_s: Sequence[float]) -> None:
-        """Device ``cpu``: what steps take beyond the processor time of their ops, as a share of all compute.
-
-        Threads that wake late and cores that others use for a moment do not show in processor time.
-        """
-        if self.hardware.device != "cpu":
-            return
-        ratio = median(
-            measured / simulate(plan, hardware=self.hardware).step_s
-            for plan, measured in zip(plans, measured_s, strict=True)
-        )
-        ratio = min(max(ratio, 1.0), _MOST_UNSEEN)
-        entries = [
-            entry.replace(seconds=entry.seconds * ratio) if entry_key(entry) in self.fitted_layers else entry
-            for entry in self.hardware.measured
-        ]
-        self.update({}, measured=tuple(entries))
-        self.report.append(
+def entries_of(hardware: HardwareSpec) -> list[dict[str, Any]]:
+    """Where every value comes from: ``what``, ``provenance``, relative standard ``error`` (None: not known)."""
+    rows = []
+    links = [f"links[{number}]" for number in range(len(hardware.links))]
+    sections: list[tuple[str, Any]] = [("accelerator", hardware.accelerator), ("cpu", hardware.cpu)]
+    sections += list(zip(links, hardware.links, strict=True))
+    for section, spec in sections:
+        for name, value in spec:
+            if isinstance(value, str) or value is None:
+                continue
+            path = f"{section}.{name}"
+            whole = "links" if section in links else section
+            origin = hardware.provenance.get(path, hardware.provenance.get(whole, "assumed"))
+            rows.append({"what": path, "provenance": origin, "error": hardware.uncertainty.get(path)})
+    for entry in hardware.measured:
+        shape = f"{entry.microbatch_size} x {entry.sequence} {entry.dtype}, hidden {entry.hidden_size}"
+        rows.append(
             {
-                "what": "time beyond processor time",
-                "value": ratio - 1,
-                "unit": "share",
-                "spread": 0.0,
-                "samples": len(plans),
+                "what": f"{entry.layer_kind} {entry.pass_name}, {shape}",
+                "provenance": "measured in a run" if entry.source == "run" else "measured on its own",
+                "error": entry.standard_error_s / entry.seconds if entry.seconds > 0 else None,
             }
         )
-
-    def fixed_costs(self) -> None:
-        """Ops that are mostly latency, beyond what their route takes."""
-        for kind in _FIXED:
-            ops = self.of_kind(kind)
-            if ops:
-                self.set_overhead(kind, self.excess(ops), ops)
-
-
-def _spread(ops: Sequence[Measurement]) -> float:
-    """Relative spread of repeated measurements."""
-    return median(op.seconds.spread / op.seconds.median for op in ops) if ops else 0.0
-
-
-def _joins(link: Link, edge_name: str) -> bool:
-    """Whether an edge, named ``host0/gpu1 -> host0/memory0``, belongs to a link."""
-    ends = edge_name.replace("<->", "->").split(" -> ")
-
-    def fits(node: str, place: str) -> bool:
-        name = place.rpartition("/")[2]
-        if node.endswith("*"):
-            return name.rstrip("0123456789") == node[:-1]
-        return name in (node, f"{node}0")
-
-    a, b = ends
-    return (fits(link.a, a) and fits(link.b, b)) or (fits(link.a, b) and fits(link.b, a))
-
-
-def _with_bandwidth(link: Link, bandwidth: float) -> Link:
-    both = link.both_directions_bytes_per_s
-    scaled = None if both is None else both * bandwidth / link.bandwidth_bytes_per_s
-    return link.replace(bandwidth_bytes_per_s=bandwidth, both_directions_bytes_per_s=scaled)
-
-
-def entry_key(entry: MeasuredLayer) -> tuple[object, ...]:
-    """What a measured entry is about, without its value."""
-    return tuple(value for name, value in entry if name not in ("seconds", "spread_s", "num_samples"))
+    origin = hardware.provenance.get("measured_op_overhead_s", "assumed")
+    rows += [
+        {"what": f"fixed cost of {kind}", "provenance": origin, "error": None}
+        for kind in hardware.measured_op_overhead_s
+    ]
+    return rows

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from spipe.hardware import HardwareSpec, MeasuredLayer
 from spipe.layer_list import Model
-from spipe.model import PASS_FACTOR, ModelSpec, PassName
+from spipe.model import LAYER_KINDS, PASS_FACTOR, ModelSpec, PassName
 from spipe.ops import COMPUTE, RECVS, Kind
 from spipe.plan import ELEMENT_BYTES, Plan
 
@@ -118,6 +118,18 @@ class CostModel:
         self._uncalibrated[f"{kind} {pass_name}"] = None
         return self._roofline_s(kind, pass_name) * threads
 
+    def measured_entries(self) -> list[MeasuredLayer]:
+        """The measurements that the layers' times rest on."""
+        if self.hardware.unit_cost is not None or not isinstance(self.model, ModelSpec):
+            return []
+        found = [
+            self.hardware.find_measured(self.model, kind, name, self.microbatch_size, self.sequence, self.precision)
+            or self._nearest_measured(kind, name)
+            for kind in LAYER_KINDS
+            for name in PASS_FACTOR
+        ]
+        return [entry for entry in found if entry is not None]
+
     def _nearest_measured(self, kind: str, pass_name: PassName) -> MeasuredLayer | None:
         if not isinstance(self.model, ModelSpec):
             return None
@@ -161,6 +173,18 @@ class CostModel:
         """Time of a layer in units of a block's, by peak rates; 0 where those are unlimited."""
         block = self._roofline_s("block", pass_name)
         return self._roofline_s(kind, pass_name) / block if block > 0 else 0.0
+
+    def ratio_to_block(self, kind: LayerKind, pass_name: PassName) -> float:
+        """Time of a layer in units of a block's: as measured where both were, else by peak rates."""
+        found = [
+            self.hardware.find_measured(
+                self.model, each, pass_name, self.microbatch_size, self.sequence, self.precision
+            )
+            for each in (kind, "block")
+        ]
+        if all(found) and self.layer_s("block", pass_name) > 0:
+            return self.layer_s(kind, pass_name) / self.layer_s("block", pass_name)
+        return self.roofline_ratio(kind, pass_name)
 
     def stage_s(self, layers: range, pass_name: PassName) -> float:
         """Seconds of one pass of a stage for one microbatch, without the overhead of the op."""

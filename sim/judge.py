@@ -17,9 +17,10 @@ from spipe.plan import Plan, make_plan
 from spipe.sim.candidates import Candidate
 from spipe.sim.cost import CostModel
 from spipe.sim.cuts import Cuts, Retiming, descend
+from spipe.sim.interval import interval
 from spipe.sim.pricing import op_costs
 from spipe.sim.replay import Replay
-from spipe.sim.search_result import Interval
+from spipe.sim.search_result import Range
 from spipe.sim.simulation import simulate
 
 NEIGHBOURS = (128, 3072)
@@ -150,24 +151,10 @@ def improved(job: Job, candidate: Candidate, seed: int) -> Verdict:
     return replace(best, ranked=judged)
 
 
-def interval(job: Job, candidate: Candidate) -> Interval:
-    """The step times of a candidate that fits if every measured layer is faster, and slower, by its spread."""
-    plan = job.plan(candidate)
-    fast, slow = (
-        simulate(plan, hardware=_shifted(job.hardware, sign), contention=job.contention).step_s for sign in (-1, 1)
-    )
-    return fast, slow
-
-
-def has_spreads(hardware: HardwareSpec) -> bool:
-    """Whether times on this hardware come with intervals."""
-    return any(entry.spread_s for entry in hardware.measured)
-
-
-def _shifted(hardware: HardwareSpec, sign: int) -> HardwareSpec:
-    """Every measured layer faster (-1) or slower (1) by its spread."""
-    entries = (entry.replace(seconds=max(0.0, entry.seconds + sign * entry.spread_s)) for entry in hardware.measured)
-    return hardware.replace(measured=tuple(entries))
+def interval_s(job: Job, candidate: Candidate) -> Range | None:
+    """The 90 % interval of the step time of a candidate that fits; see ``spipe.sim.interval``."""
+    found = interval(simulate(job.plan(candidate), contention=job.contention))
+    return found.seconds if found else None
 
 
 def _replayed_s(job: Job, plan: Plan) -> float:
@@ -244,4 +231,4 @@ def _most(report: MemoryReport) -> tuple[int, int]:
     return max(report.rank_bytes), max(report.host_bytes)
 
 
-__all__ = ["Job", "Refusal", "Verdict", "fitting", "has_spreads", "improved", "interval", "replayed", "simulated"]
+__all__ = ["Job", "Refusal", "Verdict", "fitting", "improved", "interval_s", "replayed", "simulated"]

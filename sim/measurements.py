@@ -2,7 +2,9 @@
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
@@ -17,6 +19,7 @@ from spipe.topology import Place
 from spipe.trace import ROUNDING_S, Trace
 
 MIN_STEPS = 2
+_JUMP = 100.0  # no step takes so many times the median
 _BUCKETED = {Kind.FETCH, Kind.OFFLOAD_GRAD, Kind.STEP, Kind.COMMIT, Kind.STORE_WEIGHTS}
 
 Group = tuple[int, int, int]
@@ -29,14 +32,16 @@ class Measurement:
 
     Attributes:
         costs: the cost model of the run: shapes, precision, threads.
+        group: which ops.
         seconds: how long the op took; on device ``cpu`` the processor time it used, where the trace has it.
-        gap_s: what its lane took to get to it on device ``cpu``, on average but for the worst tenth.
+        gap_s: what its lane took to get to it, on average but for the worst tenth; on device ``cuda`` of compute ops.
         layer_counts: layers by kind, for compute ops.
         num_bytes, source, target: for copies and messages.
         num_parameters: for STEP.
     """
 
     costs: CostModel
+    group: Group
     kind: Kind
     seconds: Samples
     gap_s: float
@@ -69,6 +74,17 @@ def measured_step_s(program: Program, trace: Trace, warmup: int, where: str) -> 
     if not seconds > 0:
         raise SpipeError(f"{where}: the steps took {seconds} s in the median: the trace is damaged")
     return seconds
+
+
+def check_steps(times: Sequence[float], where: str) -> None:
+    """Raises SpipeError for a step time that cannot be: the clock went back, or jumped."""
+    middle = median(times)
+    for seconds in times:
+        if seconds <= 0 or seconds > _JUMP * middle:
+            raise SpipeError(
+                f"{where}: one step took {seconds:.6g} s, the median is {middle:.6g} s: the clock jumped, or the "
+                "machine slept; run again, or trace fewer steps (--trace-steps)"
+            )
 
 
 def measurements(
@@ -104,9 +120,12 @@ def measurements(
         found.append(
             Measurement(
                 costs=costs,
+                group=(kind_number, stage, bucket),
                 kind=kind,
                 seconds=samples,
-                gap_s=_usual_mean(gaps[kind_number, stage, bucket]) if hardware.device == "cpu" else 0.0,
+                gap_s=_usual_mean(gaps[kind_number, stage, bucket])
+                if hardware.device == "cpu" or kind in COMPUTE
+                else 0.0,
                 layer_counts=Counter(plan.model.layer_kind(layer) for layer in program.layers(stage)),
                 num_bytes=sum(size for _, size in parts),
                 source=source,
@@ -147,17 +166,17 @@ class _Reading:
         program, trace = self.program, self.trace
         durations: dict[Group, list[float]] = defaultdict(list)
         gaps: dict[Group, list[float]] = defaultdict(list)
-        lane_free: dict[tuple[int, int], float] = {}
-        for row in sorted(range(len(trace)), key=lambda row: (trace.start_s[row], trace.end_s[row])):
-            i, step = trace.op[row], trace.step[row]
-            lane = (program.rank[i], program.lane[i])
-            free, lane_free[lane] = lane_free.get(lane, math.inf), trace.end_s[row]
+        could_start = self.could_start()
+        for row, (i, step) in enumerate(zip(trace.op, trace.step, strict=True)):
             kind = Kind(program.kind[i])
             if step not in self.steps or kind in RECVS or kind in COLLECTIVES:
                 continue
             group = (int(kind), program.stage[i], program.index[i] if kind in _BUCKETED else 0)
             durations[group].append(self.seconds(row))
-            before = max(free, trace.ready_s[row])
+            before = could_start[row]
+            if program.partner[i] >= 0:  # the wait for the other side is not what the lane takes
+                other = self.row.get((step, program.partner[i]))
+                before = max(before, math.inf if other is None else could_start[other])
             if before <= trace.start_s[row]:
                 gaps[group].append(trace.start_s[row] - before)
         for members in program.collectives():
@@ -166,6 +185,17 @@ class _Reading:
                 rows = [self.row[step, i] for i in members if (step, i) in self.row]
                 durations[group].append(max(trace.end_s[row] for row in rows) - max(trace.start_s[row] for row in rows))
         return durations, gaps
+
+    def could_start(self) -> list[float]:
+        """For every row the time at which its op was ready and its lane free; infinite for the first op of a lane."""
+        program, trace = self.program, self.trace
+        free: dict[tuple[int, int], float] = {}
+        times = [math.inf] * len(trace)
+        for row in sorted(range(len(trace)), key=lambda row: (trace.start_s[row], trace.end_s[row])):
+            lane = (program.rank[trace.op[row]], program.lane[trace.op[row]])
+            times[row] = max(free.get(lane, math.inf), trace.ready_s[row])
+            free[lane] = trace.end_s[row]
+        return times
 
     def seconds(self, row: int) -> float:
         """How long an op took, or the processor time it used on device ``cpu``."""

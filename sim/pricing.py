@@ -66,7 +66,7 @@ class Pricing:
         self.num_edges = len(self.edges)
         self.split = Kind.WEIGHT_GRADIENT in program.kind
         direct = program.options.message_route == "p2p"
-        by_host = self.hardware.replace(peer_to_peer=False, gpu_direct_rdma=False)
+        by_host = self.hardware.model_copy(update={"peer_to_peer": False, "gpu_direct_rdma": False})
         self.message_topology = (self.hardware if direct else by_host).topology
         self.capacities = [edge.bandwidth_bytes_per_s for edge in self.edges]
         self.capacities += [self.hardware.cpu.memory_bandwidth_bytes_per_s] * self.hardware.num_hosts

@@ -24,9 +24,9 @@ from spipe.hardware import HardwareSpec
 from spipe.layer_list import Model
 from spipe.sim.advice import no_plan
 from spipe.sim.candidates import Candidate, every_cut
-from spipe.sim.judge import Verdict, has_spreads, improved, interval, replayed, simulated
+from spipe.sim.judge import Verdict, improved, interval_s, replayed, simulated
 from spipe.sim.ledger import Ledger, Progress, Verdicts, best_of, best_s
-from spipe.sim.search_result import Interval, SearchResult, beats, pareto_front
+from spipe.sim.search_result import Range, SearchResult, beats, pareto_front
 from spipe.sim.simulation import simulate
 from spipe.sim.space import Space, make_space
 
@@ -319,7 +319,7 @@ class _Search:
         if used < offered:
             self.notes.append(f"the plan uses {used} of the {offered} ranks offered")
         table = [self.row(other, plan.tokens_per_step) for other in best_of(ledger.simulated)]
-        interval_s = self.compare(verdict, table)
+        interval = self.compare(verdict, table)
         ledger.finish(simulation.step_s)
         return SearchResult(
             simulation.plan,
@@ -329,7 +329,7 @@ class _Search:
             table,
             pareto_front(table),
             ledger.rejected,
-            interval_s,
+            interval,
             ledger.counts,
             (*simulation.notes, *self.notes),
         )
@@ -344,13 +344,13 @@ class _Search:
             "host_bytes": verdict.host_bytes,
         }
 
-    def compare(self, best: Verdict, table: list[dict[str, Any]]) -> Interval | None:
+    def compare(self, best: Verdict, table: list[dict[str, Any]]) -> Range | None:
         """The interval of the best plan; those of the next ones, and whether it beats them, go into their rows."""
-        if not has_spreads(self.space.job.hardware):
+        own = interval_s(self.space.job, best.candidate)
+        if own is None:
             return None
         shown = best_of(self.ledger.simulated, WITH_INTERVAL)
-        intervals: list[Interval] = list(self.ledger.map(interval, [v.candidate for v in (best, *shown)]))
-        own, *others = intervals
+        others = [found or own for found in self.ledger.map(interval_s, [verdict.candidate for verdict in shown])]
         for row, other in zip(table, others, strict=False):
             row |= {"interval_s": other, "slower": beats(own, other)}
         alike = sum(not beats(own, other) for other in others[1:])

@@ -7,7 +7,8 @@ from typing import Any
 from spipe.plan import Plan
 from spipe.sim.simulation import Simulation
 
-Interval = tuple[float, float]
+Range = tuple[float, float]
+"""From a step time to a longer one, seconds."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,12 @@ class SearchResult:
         plan, simulation: the best one.
         lower_bound_s: no plan in the searched space has a shorter step (``spipe.sim.bounds.least_step_s``).
         limit: what the bound comes from.
-        candidates: one row per simulated candidate, best first. Where the hardware has spreads, the first rows have an
-            ``interval_s``, and ``slower`` says whether the best plan beats them by what was measured.
+        candidates: one row per simulated candidate, best first. Where the hardware says how surely it was measured,
+            the first rows have an ``interval_s``, and ``slower`` says whether the best plan beats them by what was measured.
         front: the rows that no other beats in step time, accelerator memory and host memory together.
         rejected: rows of what does not fit or cannot be laid out, each with its ``reason``.
-        interval_s: step times of the plan if every measured layer is faster, or slower, by its spread; None where the
-            hardware has no spreads.
+        interval_s: 90 % interval of the plan's step time (``spipe.sim.interval``); None where the hardware does not say
+            how surely it was measured.
         counts: candidates ``enumerated``, ``discarded`` by their bound, ``ranked`` by replay, ``simulated``.
         notes: what the costs rest on, and what the search left out.
     """
@@ -35,7 +36,7 @@ class SearchResult:
     candidates: list[dict[str, Any]]
     front: list[dict[str, Any]]
     rejected: list[dict[str, Any]]
-    interval_s: Interval | None
+    interval_s: Range | None
     counts: dict[str, int]
     notes: tuple[str, ...]
 
@@ -45,7 +46,7 @@ class SearchResult:
         return self.simulation.step_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else float("inf")
 
 
-def beats(one: Interval, other: Interval) -> bool:
+def beats(one: Range, other: Range) -> bool:
     """Whether a step time is shorter than another for certain: the intervals do not meet."""
     return one[1] < other[0]
 

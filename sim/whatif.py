@@ -8,7 +8,7 @@ from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
 from spipe.model import ModelSpec
 from spipe.sim.search import search
-from spipe.sim.search_result import Interval, SearchResult, beats
+from spipe.sim.search_result import Range, SearchResult, beats
 from spipe.topology import Link, parse_node
 
 HOURS_PER_MONTH = 730.0
@@ -144,7 +144,7 @@ def most_helpful(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], str]:
     return result
 
 
-def _certain(better: Interval | None, worse: Interval | None) -> bool:
+def _certain(better: Range | None, worse: Range | None) -> bool:
     """Whether a gain is more than what was measured leaves open; without spreads nothing says that it is not."""
     return better is None or worse is None or beats(better, worse)
 

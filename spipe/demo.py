@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from spipe.cli.common import step_log
 from spipe.errors import SpipeError
-from spipe.ops import COMPUTE
 from spipe.trace import WARM_UP_STEPS
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def run(folder: Path | None, to: "Console", say: Say) -> dict[str, Any]:
     Returns:
         What ``--json`` holds: first and last loss, idle time by cause of a simulated step, and the judged plans.
     """
-    from spipe import show
+    from spipe import show_measured
     from spipe.hardware import load_hardware
 
     begin = time.monotonic()
@@ -99,7 +98,7 @@ def run(folder: Path | None, to: "Console", say: Say) -> dict[str, Any]:
         _head(to, "3", "Calibrate the hardware description with that run")
         calibration = calibrate(simulation.plan, hardware, folder / "run")
         calibration.hardware.save(folder / "hardware.toml")
-        show.calibration(to, calibration.report, calibration.runs)
+        show_measured.calibration(to, calibration.to_json())
         judged = judge(simulation.plan, hardware, folder, processes, to, say)
     result = {
         "folder": str(folder),
@@ -182,7 +181,7 @@ def judge(
     plan: "Plan", hardware: "HardwareSpec", folder: Path, processes: Any, to: "Console", say: Say
 ) -> list[Judged]:
     """In every round: calibrate on one run of ``plan``, predict other plans, write that down, then run them."""
-    from spipe import show
+    from spipe import show, show_measured
 
     plans = other_plans(hardware, plan.schedule)
     _head(to, "4", f"Calibrate again, predict {len(plans)} other plans, then run them: {ROUNDS} rounds")
@@ -212,7 +211,7 @@ def judge(
     judged = [
         Judged(name, before[name], median(after[name]), median(times[name]), median(shares[name])) for name in plans
     ]
-    show.judged(to, [asdict(each) for each in judged])
+    show_measured.judged(to, [asdict(each) for each in judged])
     warn_if_busy(min(each.processor_share for each in judged), to)
     return judged
 
@@ -255,13 +254,12 @@ def warn_if_busy(share: float, to: "Console") -> None:
 
 def processor_share(run: Path) -> float:
     """Processor time of a run's compute ops over their duration; below 1 where other threads had their core."""
+    from spipe.plan import Plan
+    from spipe.sim import stability
     from spipe.trace import Trace
 
-    trace = Trace.load(run / "trace.json")
-    names = {kind.name for kind in COMPUTE}
-    rows = [row for row, i in enumerate(trace.op) if trace.names[i].split()[0] in names]
-    duration_s = sum(trace.end_s[row] - trace.start_s[row] for row in rows)
-    return sum(trace.cpu_s[row] for row in rows) / duration_s
+    share = stability.processor_share(Plan.load(run / "plan.json").program(), Trace.load(run / "trace.json"))
+    return 1.0 if share is None else share
 
 
 def _predict(plan: "Plan", hardware: "HardwareSpec") -> float:

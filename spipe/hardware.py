@@ -101,6 +101,8 @@ class Cpu(Spec):
     copies every piece to or from a page-locked buffer first."""
     pageable_bytes_per_s: Positive | None = None
     """Bandwidth of an accelerator's copy from or to pageable memory."""
+    process_bytes: Positive | None = None
+    """Host memory that the process of a rank takes by itself."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -157,6 +159,11 @@ class Price(Spec):
         return self.power_watts / 1000 * self.electricity_dollars_per_kwh
 
 
+def standard_error(spread: float, num_samples: int) -> float:
+    """Of the median of independent normal samples whose middle half is ``2 spread`` wide."""
+    return 1.8583 * spread / math.sqrt(num_samples)  # sqrt(pi / 2) / 0.6745
+
+
 class MeasuredLayer(Spec):
     """Measured time of one pass of one layer for one microbatch; shape fields that do not matter are 0."""
 
@@ -172,7 +179,20 @@ class MeasuredLayer(Spec):
     vocab_size: CountOrZero = 0
     seconds: NonNegative
     spread_s: NonNegative = 0.0
+    """Half the width of the middle half of the samples."""
     num_samples: Count = 1
+    source: Literal["run", "profile"] = "run"
+    """Measured in training steps, or on its own."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What was measured, without the value."""
+        return tuple(value for name, value in self if name not in ("seconds", "spread_s", "num_samples", "source"))
+
+    @property
+    def standard_error_s(self) -> float:
+        """Of the median, if its samples are independent and normal."""
+        return standard_error(self.spread_s, self.num_samples)
 
     @staticmethod
     def shape_of(model: ModelSpec, kind: str) -> dict[str, int]:
@@ -214,6 +234,10 @@ class HardwareSpec(Spec):
     """Measured fixed cost by op kind."""
     provenance: dict[str, Provenance] = Field(default_factory=dict)
     """Where a value comes from, by dotted field name."""
+    uncertainty: dict[str, NonNegative] = Field(default_factory=dict)
+    """Relative standard error of a measured or fitted value, by dotted field name."""
+    prediction_error: NonNegative = 0.0
+    """Relative standard error of predicted step times, as far as runs have shown it; 0: not known."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -223,8 +247,9 @@ class HardwareSpec(Spec):
             for path, value in _numbers(self):
                 if value == math.inf:
                     raise ValueError(f"{path} = inf: only hardware with a [unit_cost] section may be unlimited")
-        for path in self.provenance:
-            _check_field_path(path)
+        for name in ("provenance", "uncertainty"):
+            for path in getattr(self, name):
+                _check_field_path(path, name)
         threads, cores = self.accelerator.compute_threads, self.cpu.cores
         if self.device == "cpu" and threads > cores:
             raise ValueError(f"accelerator.compute_threads = {threads} should not exceed cpu.cores = {cores}")
@@ -313,14 +338,14 @@ def _numbers(spec: Spec, path: str = "") -> Iterator[tuple[str, float]]:
                 yield path + name, item
 
 
-def _check_field_path(path: str) -> None:
+def _check_field_path(path: str, where: str) -> None:
     owner: type[Spec] | None = HardwareSpec
     for part in path.split("."):
         name = re.sub(r"\[\d+\]$", "", part)
         if owner is None:
             return  # a key of a table such as accelerator.peak_flops
         if name not in owner.model_fields:
-            raise ValueError(f"provenance of {path!r}: {unknown('field', name, owner.model_fields)}")
+            raise ValueError(f"{where} of {path!r}: {unknown('field', name, owner.model_fields)}")
         owner = nested_spec(owner.model_fields[name].annotation)
 
 

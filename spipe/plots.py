@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from spipe.errors import SpipeError
 from spipe.metrics import CAUSES
+from spipe.ops import SENDS, Kind
+from spipe.program import Program
+from spipe.timelines import Window
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,6 +116,56 @@ def idle_time(results: Mapping[str, Mapping[str, Any]]) -> "Figure":
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.legend(loc="outside upper center", ncols=6, frameon=False)
+    return figure
+
+
+_COPIES = (Kind.FETCH, Kind.OFFLOAD_GRAD, Kind.LOAD_STAGE_INPUT, Kind.STORE_STAGE_INPUT, Kind.STORE_WEIGHTS)
+_TRACKS: dict[str, dict[Kind, tuple[str, str]]] = {
+    "compute": {
+        Kind.FORWARD: ("forward", _COLOURS[0]),
+        Kind.RECOMPUTE: ("recompute", _COLOURS[5]),
+        Kind.BACKWARD: ("backward", _COLOURS[2]),
+        Kind.WEIGHT_GRADIENT: ("weight gradient", _COLOURS[7]),
+    },
+    "optimizer": {Kind.STEP: ("step", _COLOURS[1])},
+    "copies": dict.fromkeys(_COPIES, ("copies", _COLOURS[4])),
+    "messages": dict.fromkeys(sorted(SENDS), ("messages", _COLOURS[3])),
+}
+"""Rows of a timeline: what is shown there, by kind of op, with its name and colour."""
+
+
+def timelines(program: Program, windows: Mapping[str, Window]) -> "Figure":
+    """A step of every window on one axis of time: what the compute lane, optimizer and copies of each rank do."""
+    tracks = [
+        (rank, name, track)
+        for rank in range(program.layout.num_ranks)
+        for track, kinds in _TRACKS.items()
+        for name in windows
+        if any(program.rank[i] == rank and program.kind[i] in kinds for i in range(len(program)))
+    ]
+    figure = _figure(12.0, 1.2 + 0.26 * len(tracks))
+    axes = figure.add_subplot()
+    legend: dict[str, Any] = {}
+    rows = {name: window.rows() for name, window in windows.items()}
+    for place, (rank, name, track) in enumerate(tracks):
+        window = windows[name]
+        for kind, (text, colour) in _TRACKS[track].items():
+            trace = window.trace
+            mine = [row for row in rows[name] if program.kind[i := trace.op[row]] == kind and program.rank[i] == rank]
+            bars = [(trace.start_s[row] - window.begin_s, trace.end_s[row] - trace.start_s[row]) for row in mine]
+            if bars:
+                drawn = axes.broken_barh(bars, (place - 0.4, 0.8), facecolors=colour, edgecolors="none")
+                legend.setdefault(text, drawn)
+    axes.set_yticks(range(len(tracks)), [f"rank {rank} {track}, {name}" for rank, name, track in tracks], fontsize=7)
+    axes.invert_yaxis()
+    longest = max(window.end_s - window.begin_s for window in windows.values())
+    ends = sorted((window.end_s - window.begin_s, name) for name, window in windows.items())
+    for number, (end, name) in enumerate(ends):
+        axes.axvline(end, color="#444444", linewidth=0.8, linestyle=("-", "--", ":")[number % 3])
+        axes.text(end, -0.7, f" {name}: {end:.4g} s ", fontsize=7, va="bottom", ha=("right", "left")[number % 2])
+    axes.set(xlim=(0, 1.12 * longest), xlabel="seconds from the start of the step")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(legend.values(), legend.keys(), loc="outside upper center", ncols=7, frameon=False)
     return figure
 
 

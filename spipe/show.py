@@ -40,7 +40,7 @@ def seconds(value: float) -> str:
         return "0"
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if abs(value) * factor >= 1 or unit == "us":
-            return f"{_three(value * factor)} {unit}"
+            return f"{three(value * factor)} {unit}"
     raise AssertionError("unreachable")
 
 
@@ -48,14 +48,14 @@ def size(num_bytes: float) -> str:
     """``1.23 GiB`` or, below a tenth of that, MiB."""
     if math.isinf(num_bytes):
         return "unlimited"
-    return f"{_three(num_bytes / 2**30)} GiB" if num_bytes >= 0.1 * 2**30 else f"{_three(num_bytes / 2**20)} MiB"
+    return f"{three(num_bytes / 2**30)} GiB" if num_bytes >= 0.1 * 2**30 else f"{three(num_bytes / 2**20)} MiB"
 
 
 def count(value: float) -> str:
     """``1.26 M``: a large number with three significant digits."""
     for factor, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
         if value >= factor:
-            return f"{_three(value / factor)}{unit}"
+            return f"{three(value / factor)}{unit}"
     return f"{value:.0f}"
 
 
@@ -63,7 +63,8 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "0.0 %"
 
 
-def _three(value: float) -> str:
+def three(value: float) -> str:
+    """Three significant digits."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
@@ -167,7 +168,7 @@ def candidates(to: Console, rows: Sequence[Mapping[str, Any]], shown: int = 8) -
     certain = bool(rows) and "interval_s" in rows[0]
     made = table(
         f"The fastest of {len(rows)} plans simulated",
-        (*columns, "by the spreads", "first beats it") if certain else columns,
+        (*columns, "90 % interval", "first beats it") if certain else columns,
         [
             (
                 row["schedule"],
@@ -294,7 +295,7 @@ def _value(key: str, value: float) -> str:
         return percent(value, 1.0)
     if key.endswith("_s") and not key.endswith("_per_s"):
         return seconds(value)
-    return count(value) if value >= 1000 else _three(value)
+    return count(value) if value >= 1000 else three(value)
 
 
 def notes(to: Console, lines: Sequence[str], shown: int = 6) -> None:
@@ -327,78 +328,3 @@ def run(to: Console, summary: Mapping[str, Any], predicted_s: float | None) -> N
     if summary["skipped_steps"]:
         rows.append(("skipped steps", ", ".join(map(str, summary["skipped_steps"]))))
     to.print(table("", ("run", "value"), rows))
-
-
-def judged(to: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Plans that were predicted first and run then."""
-    made = [
-        (
-            row["plan"],
-            seconds(row["predicted_before_s"]),
-            error(row["predicted_before_s"], row["measured_s"]),
-            seconds(row["predicted_after_s"]),
-            error(row["predicted_after_s"], row["measured_s"]),
-            seconds(row["measured_s"]),
-        )
-        for row in rows
-    ]
-    columns = ("plan", "before calibration", "error", "after calibration", "error", "measured")
-    to.print(table("Step time: predicted, then measured", columns, made))
-
-
-def calibration(to: Console, fits: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> None:
-    """What a calibration fitted, and how well the fitted hardware predicts the runs it was fitted to."""
-    made = [
-        (row["what"], _quantity(row["value"], row["unit"]), percent(row["spread"], 1.0), str(row["samples"]))
-        for row in fits
-    ]
-    to.print(table("Fitted", ("what", "value", "spread", "samples"), made))
-    columns = ("run", "predicted now", "measured", "error")
-    rows = [
-        (
-            str(row["run"]),
-            seconds(row["predicted_s"]),
-            seconds(row["measured_s"]),
-            error(row["predicted_s"], row["measured_s"]),
-        )
-        for row in runs
-    ]
-    to.print(
-        table(
-            "Step time of the runs it was fitted to (measured: median of the traced steps after warm-up)", columns, rows
-        )
-    )
-
-
-def _quantity(value: float, unit: str) -> str:
-    if unit == "s":
-        return seconds(value)
-    if unit == "bytes/s":
-        return f"{_three(value / 1e9)} GB/s"
-    if unit == "share":
-        return percent(value, 1.0)
-    return f"{count(value)} {unit}"
-
-
-def comparison(
-    to: Console, step_time: Mapping[str, float], ops: Sequence[Mapping[str, Any]], bubbles: Sequence[Mapping[str, Any]]
-) -> None:
-    """A prediction beside a measurement: step time, kinds of ops, where the ranks' time went."""
-    predicted_s, measured_s = step_time["predicted_s"], step_time["measured_s"]
-    to.print(
-        f"step: predicted {seconds(predicted_s)}, measured {seconds(measured_s)}, {error(predicted_s, measured_s)}"
-    )
-    made = [
-        (row["kind"], str(row["count"]), *_beside(row["predicted_total_s"], row["measured_total_s"]))
-        for row in sorted(ops, key=lambda row: -float(row["measured_total_s"]))
-        if row["predicted_total_s"] or row["measured_total_s"]
-    ]
-    columns = ("op", "a step", "predicted", "measured", "error")
-    to.print(table("Seconds of all ops of a kind in a step", columns, made))
-    shown = [row for row in bubbles if row["predicted_s"] or row["measured_s"]]
-    rows = [(row["cause"], *_beside(row["predicted_s"], row["measured_s"])) for row in shown]
-    to.print(table("Where the time of all ranks' compute lanes goes", ("cause", *columns[2:]), rows))
-
-
-def _beside(predicted_s: float, measured_s: float) -> tuple[str, str, str]:
-    return seconds(predicted_s), seconds(measured_s), error(predicted_s, measured_s) if measured_s else ""

@@ -26,7 +26,7 @@ def part_of(module: str) -> str:
     name = module.split(".")[1] if "." in module else ""
     if name in ("sim", "runtime"):
         return name
-    return "command line" if name in ("cli", "demo", "show", "__main__") else "core"
+    return "command line" if name in ("cli", "demo", "show", "show_measured", "tune", "__main__") else "core"
 
 
 def source_files() -> list[Path]:

@@ -6,7 +6,18 @@ from typing import Any
 
 import typer
 
-from spipe.cli import buying, planning, plotting, running, specs, training, validating
+from spipe.cli import (
+    buying,
+    calibrating,
+    planning,
+    plotting,
+    profiling,
+    running,
+    specs,
+    training,
+    tuning,
+    validating,
+)
 
 
 class CommandInterrupted(BaseException):
@@ -36,13 +47,15 @@ app = typer.Typer(
 \b
 Examples:
   spipe demo                                  the whole loop on this machine's CPU, in a few minutes
+  spipe profile -o hardware.toml              this machine, measured
   spipe search --model llama2-13b --hardware rtx4090x8 --global-batch 64 --sequence 2048 -o plan.json
   spipe simulate plan.json --trace trace.json
   spipe run plan.json --steps 30 -o run
   spipe calibrate run -o hardware.toml
   spipe compare plan.json run --hardware hardware.toml
+  spipe tune --plan plan.json -o tuned        plan, run, calibrate, plan again
 """,
 )
-for _module in (specs, planning, buying, training, running, validating, plotting):
+for _module in (specs, profiling, planning, buying, training, running, calibrating, tuning, validating, plotting):
     for _command in _module.COMMANDS:
         app.command()(_interruptible(_command))

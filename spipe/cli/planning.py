@@ -1,5 +1,6 @@
 """Commands that need no device: search a plan, simulate one."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from spipe.sim import SearchResult, Simulation
+    from spipe.sim.interval import Interval
     from spipe.sim.search import Progress
     from spipe.sim.zero3 import Zero3
 
@@ -229,7 +231,7 @@ def certificate(result: "SearchResult") -> str:
     spread = ""
     if result.interval_s is not None:
         low, high = result.interval_s
-        spread = f"by the spread of what was measured, a step takes {show.seconds(low)} to {show.seconds(high)}\n"
+        spread = f"90 % interval of the step: {show.seconds(low)} to {show.seconds(high)}\n"
     return spread + (
         f"within {100 * result.gap:.1f} % of what this hardware can do: no plan of this search has a step shorter than "
         f"{show.seconds(result.lower_bound_s)} ({result.limit})\n"
@@ -253,6 +255,9 @@ def simulate(
     zero3: Annotated[
         bool, typer.Option("--zero3", help="The same job with DeepSpeed's ZeRO-3 and CPU offload, for comparison.")
     ] = False,
+    with_interval: Annotated[
+        bool, typer.Option("--interval", help="Also how surely the step time is known, and what makes it unsure.")
+    ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say what limits the plan, and what one better part would buy.")
     ] = False,
@@ -267,14 +272,17 @@ def simulate(
       spipe simulate plan.json --trace trace.json       open it at ui.perfetto.dev
       spipe simulate plan.json --hardware hardware.toml
       spipe simulate plan.json --explain
+      spipe simulate plan.json --hardware calibrated.toml --interval
       spipe simulate plan.json --zero3 --json zero3.json
     """
     output = Output(json_file, force, (trace,))
     chosen = load_plan(plan)
     override = load_override(hardware)
     if zero3:
-        if trace is not None or explain:
-            raise SpipeError("--zero3 simulates another system than the plan's: it goes without --trace and --explain")
+        if trace is not None or explain or with_interval:
+            raise SpipeError(
+                "--zero3 simulates another system than the plan's: it goes without --trace, --interval and --explain"
+            )
         from spipe.model import ModelSpec
         from spipe.sim.zero3 import ranks_only
         from spipe.sim.zero3 import zero3 as simulate_zero3
@@ -299,21 +307,37 @@ def simulate(
         with writing(trace):
             simulation.trace.save(trace)
         progress(f"wrote {trace}")
-    if not explain:
-        output.show(simulation_data(simulation), lambda console: show_simulation(console, simulation))
-        return
+    data, lines = simulation_data(simulation), list[str]()
+    if with_interval:
+        from spipe.sim.interval import interval
 
-    from spipe.sim.explain import explain as explained
+        found = interval(simulation)
+        data["interval"] = None if found is None else asdict(found)
+        lines += ["", *interval_words(found)]
+    if explain:
+        from spipe.sim.explain import explain as explained
 
-    why = explained(simulation)
+        why = explained(simulation)
+        data["explanation"] = why.to_json()
+        lines += ["", *why.words()]
 
     def render(console: "Console") -> None:
         show_simulation(console, simulation)
-        console.print()
-        for line in why.words():
+        for line in lines:
             console.print(line, soft_wrap=True)
 
-    output.show({**simulation_data(simulation), "explanation": why.to_json()}, render)
+    output.show(data, render)
+
+
+def interval_words(found: "Interval | None") -> list[str]:
+    """An interval in words, with the three things that make it wide."""
+    from spipe import show
+
+    if found is None:
+        return ["no interval: this hardware does not say how surely it was measured (`spipe profile` and calibrate do)"]
+    low, high = (show.seconds(value) for value in found.seconds)
+    parts = ", ".join(f"{name} ({100 * share:.2g} %)" for name, share in list(found.parts.items())[:3])
+    return [f"{100 * found.level:.0f} % interval of the step: {low} to {high}", f"what makes it unsure: {parts}"]
 
 
 def simulation_data(simulation: "Simulation") -> dict[str, Any]:

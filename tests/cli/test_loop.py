@@ -12,6 +12,9 @@ from spipe import demo
 from spipe.hardware import load_hardware
 from spipe.metrics import CAUSES
 from spipe.plan import Plan
+from spipe.profile import Profile
+from spipe.runtime import profiling
+from spipe.sim.profiled import hardware_of
 
 from .conftest import Command
 
@@ -36,11 +39,26 @@ def test_run_calibrate_compare(command: Command, plan_file: Path, tmp_path: Path
     assert load_hardware(hardware).measured
     assert "exists; give another name" in command("calibrate", run, "-o", hardware).err
 
-    compared = command("compare", plan_file, run, "--hardware", hardware, "--json", "-")
+    both, figure = tmp_path / "both.json", tmp_path / "both.png"
+    more = ("--trace", both, "--figure", figure)
+    compared = command("compare", plan_file, run, "--hardware", hardware, "--json", "-", *more)
     assert compared.code == 0, compared.err
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(both.read_text())["traceEvents"]
+    processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert processes == {f"rank {rank}, {name}" for rank in range(2) for name in ("predicted", "measured")}
+    items = json.loads(compared.out)["memory"]
+    known = [row for row in items if row["item"] == "weights"]
+    assert len(known) == 3
+    assert all(row["measured_bytes"] == pytest.approx(row["predicted_bytes"], rel=1e-3) for row in known)
     rows = json.loads(compared.out)["bubbles"]
     assert [row["cause"] for row in rows] == ["busy", *CAUSES]
-    assert "step: predicted" in command("compare", plan_file, run).out
+    shown = command("compare", plan_file, run).out
+    assert "step: predicted" in shown
+    assert "than predicted" in shown
+    (run / "result.json").write_text("{")
+    assert "its memory is left out" in command("compare", plan_file, run).err
+    assert "should end in" in command("compare", plan_file, run, "--figure", tmp_path / "x.gif").err
 
     for use in (["calibrate", run, "-o", tmp_path / "other.toml"], ["compare", plan_file, run]):
         refused = command(*use, "--hardware", "h200x2")
@@ -59,6 +77,9 @@ def test_run_calibrate_compare(command: Command, plan_file: Path, tmp_path: Path
         assert refused.code == 2
         assert f"{run / 'trace.json'}: damaged trace: traceEvents[" in refused.err
     assert not (tmp_path / "other.toml").exists()
+    before = hardware.read_bytes()
+    assert command("calibrate", run, "-o", hardware, "--force").code == 2
+    assert hardware.read_bytes() == before
 
 
 def test_a_run_of_another_plan_is_refused(command: Command, plan_file: Path, tmp_path: Path) -> None:
@@ -117,3 +138,57 @@ def test_every_round_of_the_demo_predicts_before_it_runs(tmp_path: Path, monkeyp
     assert [(each.predicted_before_s, each.predicted_after_s) for each in judged] == [(7.0, 1.0)] * 3
     assert [each.measured_s for each in judged] == [pytest.approx(0.2)] * 3
     assert len(seen) == demo.ROUNDS * 4
+
+
+def test_profile_and_what_a_prediction_on_it_says(
+    command: Command, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling.host, "num_parameters", lambda: 1 << 16)
+    monkeypatch.setattr(profiling, "process_bytes", lambda device: 3e8)
+    hardware, samples = tmp_path / "hardware.toml", tmp_path / "samples.json"
+    shape = ("--microbatch-size", 2, "--sequence", 32, "--device", "cpu", "--effort", 0.01)
+    made = command("profile", "-o", hardware, *shape, "--json", samples)
+    assert made.code == 0, made.err
+    assert "layers of tiny, 2 x 32 fp32" in made.err
+    assert "Profiled" in made.out
+    assert hardware_of(Profile.load(samples), "hardware") == load_hardware(hardware)
+    assert "exists; give another name" in command("profile", "-o", hardware, *shape).err
+
+    simulated = command("simulate", plan_file, "--hardware", hardware, "--interval", "--json", "-")
+    assert simulated.code == 0, simulated.err
+    found = json.loads(simulated.out)
+    assert found["interval"]["low_s"] < found["predicted"]["step_s"] < found["interval"]["high_s"]
+    assert "90 % interval of the step" in command("simulate", plan_file, "--hardware", hardware, "--interval").out
+    assert "no interval: this hardware does not say" in command("simulate", plan_file, "--interval").out
+
+
+def test_a_trace_of_pytorch_gives_layer_times(command: Command, tmp_path: Path) -> None:
+    rows = [
+        {"ph": "X", "cat": "user_annotation", "name": f"block {n}", "pid": 1, "tid": 1, "ts": 100.0 * n, "dur": 50.0}
+        for n in range(7)
+    ]
+    trace, hardware = tmp_path / "trace.json", tmp_path / "hardware.toml"
+    trace.write_text(json.dumps({"traceEvents": rows}))
+    job = ("--model", "tiny", "--microbatch-size", 2, "--sequence", 32, "--precision", "fp32", "--hardware", "laptop")
+    result = command("kineto", trace, *job, "-o", hardware)
+    assert result.code == 0, result.err
+    assert "the trace has 7 forwards of blocks, tiny has 6 blocks" in result.err
+    assert "50.0 us" in result.out
+    seconds = [entry.seconds for entry in load_hardware(hardware).measured]
+    assert seconds == [pytest.approx(50e-6)] * 2
+
+
+@pytest.mark.slow
+def test_tune_keeps_the_best_measured_plan(command: Command, plan_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tuned"
+    result = command(
+        "tune", "--plan", plan_file, "--steps", 8, "--rounds", 2, "--effort", 0.1, "--workers", 1, "-o", folder,
+        "--json", "-",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert found["step_s"] <= found["first_s"]
+    assert Plan.load(folder / "plan.json").digest() == found["plan"]
+    assert load_hardware(folder / "hardware.toml").measured
+    assert json.loads((folder / "tune.json").read_text()) == found
+    assert found["trials"][0]["plan"] == Plan.load(plan_file).digest()

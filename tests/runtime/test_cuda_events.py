@@ -32,6 +32,7 @@ class FakeEvent:
 
     def record(self, stream: object) -> None:
         self.recorded += 1
+        self.after = set(waited_here())
 
     def synchronize(self) -> None:
         assert self.recorded, "waited for an event that was never recorded"
@@ -98,6 +99,8 @@ class WatchedDevice(CudaDevice):
         }
         if set(waited_here()) != expected:
             self.faults.append((str(program.op(op)), step, sorted(waited_here()), sorted(expected)))
+        if (step, op) in self._traced and self._traced[step, op][0].after != expected:  # waiting is not part of an op
+            self.faults.append((str(program.op(op)), step, "its start is recorded before its waits"))
 
     def end(self, op: int, step: int, traced: bool) -> None:
         before = self._events[step % 2].get(op)

@@ -5,20 +5,25 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 import spipe
 from spipe.errors import SpipeError
 from spipe.memory import memory
 from spipe.metrics import analyse
 from spipe.model import MODELS
-from spipe.ops import SENDS
+from spipe.ops import COLLECTIVES, RECVS, SENDS
 from spipe.plan import Plan
+from spipe.program import Program
 from spipe.runtime import RunResult
 from spipe.runtime.environment import git_commit
 from spipe.runtime.job import Job
+from spipe.runtime.results import measured_trace
 from spipe.runtime.store import StoreLayout
 from spipe.trace import Trace
 
@@ -47,6 +52,9 @@ def test_the_trace_respects_the_program(run_plan: Callable[..., RunResult], smal
             for dependency in program.carried[op]:
                 if program.kind[dependency] not in SENDS:
                     assert trace.end_s[row[2, dependency]] <= trace.start_s[n] + slack
+        if program.kind[op] in COLLECTIVES:  # waiting for the last rank is not the collective's time
+            together = next(members for members in program.collectives() if op in members)
+            assert len({trace.start_s[row[step, i]] for i in together}) == 1
         if program.partner[op] >= 0:
             partner = row[step, program.partner[op]]
             assert (trace.start_s[n], trace.end_s[n]) == (trace.start_s[partner], trace.end_s[partner])
@@ -93,6 +101,39 @@ def test_the_store_is_as_large_as_planned(small_plan: Callable[..., Plan], tied:
     table = job.table_of_bytes()
     assert table["weights"] == planned["weights"]
     assert {"master weights and moments", "undo data", "mailboxes", "PyTorch processes"} <= table.keys()
+
+
+def recorded_times(program: Program, seconds: float) -> NDArray[np.float64]:
+    """Every op of a step begins and ends at a time of its own, as a rank writes them down."""
+    times = np.zeros((1, len(program), 4))
+    times[0, :, 0] = np.arange(len(program)) * seconds
+    times[0, :, 1] = times[0, :, 0] + 0.5 * seconds
+    times[0, :, 2] = math.nan
+    return times
+
+
+@pytest.mark.parametrize("schedule", ["spipe", "1f1b", "gpipe"])
+def test_transfers_start_when_both_sides_are_there(small_plan: Callable[..., Plan], schedule: str) -> None:
+    """Whichever side comes first waits for the other, and its waiting is no part of the transfer."""
+    program = small_plan(2, schedule, backward=1 if schedule != "spipe" else 2).program()
+    for late in (SENDS, RECVS):
+        times = recorded_times(program, 1.0)
+        for i, partner in enumerate(program.partner):
+            if partner >= 0 and program.kind[i] in late:
+                times[0, i, 0] = times[0, i, 1] = max(times[0, i, 1], times[0, partner, 1]) + 5.0
+        validates = [i for i, kind in enumerate(program.kind) if kind in COLLECTIVES]
+        times[0, validates[-1], :2] += (40.0, 41.0)
+        store = SimpleNamespace(times=times, step_ends=np.zeros((2, 2)))
+        trace = measured_trace(program, store, 0, 1)  # type: ignore[arg-type]
+        for i in range(len(program)):
+            assert trace.ready_s[i] <= trace.start_s[i] <= trace.end_s[i]
+            if program.partner[i] >= 0:
+                there = [times[0, i, 0], times[0, program.partner[i], 0]]
+                assert trace.start_s[i] == max(there)
+            elif program.kind[i] in COLLECTIVES:
+                assert trace.start_s[i] == times[0, validates, 0].max()
+            else:
+                assert (trace.start_s[i], trace.end_s[i]) == (times[0, i, 0], times[0, i, 1])
 
 
 def test_measured_traces_have_metrics(run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan]) -> None:

@@ -2,18 +2,23 @@
 
 import dataclasses
 import math
+import re
+from array import array
 from collections.abc import Callable
 
 import pytest
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec, load_hardware
+from spipe.memory import memory
 from spipe.model import ModelSpec, load_model
 from spipe.ops import Kind
 from spipe.plan import Plan, make_plan
 from spipe.sim import calibrate, compare, simulate
+from spipe.sim.compare import memory_rows
 from spipe.sim.cost import CostModel
 from spipe.sim.fitting import Prior, nonnegative_fit
+from spipe.sim.stability import warnings_of
 from spipe.trace import Trace
 
 SMALL = ModelSpec(name="small", num_layers=8, hidden_size=256, ffn_size=704, num_heads=4, vocab_size=1024)
@@ -117,7 +122,7 @@ def test_the_result_is_a_spec_that_can_be_saved(tmp_path_factory: pytest.TempPat
     assert load_hardware(path) == result.hardware
     for row in result.report:
         assert row["value"] >= 0
-        assert row["unit"] in ("s", "bytes/s", "parameters/s")
+        assert row["unit"] in ("s", "bytes/s", "parameters/s", "share")
 
 
 def test_a_trace_of_another_plan_is_refused() -> None:
@@ -231,4 +236,215 @@ def test_a_comparison_names_what_is_slower_than_predicted() -> None:
     causes = {row["cause"]: row for row in result.bubbles}
     assert causes["optimizer"]["measured_s"] > causes["optimizer"]["predicted_s"]
     assert result.step_time["error"] < 0
-    assert set(result.to_json()) == {"hardware", "step_time", "ops", "bubbles", "notes"}
+    assert set(result.to_json()) == {
+        "hardware", "step_time", "ops", "bubbles", "lanes", "memory", "disagreements", "notes"
+    }  # fmt: skip
+    assert set(result.step_time) == {"predicted_s", "measured_s", "error", "interval_s"}
+    assert len(result.disagreements) == 3
+    assert re.search(r"STEP ops last longer than predicted: .* \(\+\d+\.\d % of the step\)", result.disagreements[0])
+    lanes = {(row["rank"], row["lane"]): row for row in result.lanes}
+    assert lanes[0, "cpu 0"]["measured_s"] > 2 * lanes[0, "cpu 0"]["predicted_s"]
+    assert lanes[0, "compute 0"]["measured_s"] == pytest.approx(lanes[0, "compute 0"]["predicted_s"], rel=0.01)
+
+
+def test_memory_is_compared_item_by_item() -> None:
+    plan = gpu_plan()
+    planned = memory(plan)
+    summary = {
+        "peak_device_bytes": [100, 200],
+        "device_items_bytes": [{"weights": 10, "messages and stage inputs": 7}, {"weights": 20}],
+        "host_items_bytes": {"weights": 30},
+        "host_planned_bytes": {"weights": 31, "processes": 5},
+        "peak_resident_bytes": [1, 2],
+    }
+    rows = {(row["place"], row["item"]): row for row in memory_rows(planned, "cuda", summary)}
+    assert rows["rank 1", "all"]["measured_bytes"] == 200
+    assert rows["rank 1", "all"]["predicted_bytes"] == planned.rank_bytes[1]
+    assert rows["rank 0", "weights"]["measured_bytes"] == 10
+    items = planned.ranks[0]
+    expected = items["stage inputs"] + items["received messages"]
+    assert rows["rank 0", "messages and stage inputs"]["predicted_bytes"] == expected
+    assert rows["host 0", "weights"] == {
+        "place": "host 0", "item": "weights", "predicted_bytes": 31, "measured_bytes": 30
+    }  # fmt: skip
+    assert rows["host 0", "all"]["measured_bytes"] is None, "what two ranks share counts in both"
+    alone = memory_rows(planned, "cpu", {"peak_resident_bytes": [9]})
+    assert [row["measured_bytes"] for row in alone if row["place"] == "host 0" and row["item"] == "all"] == [9]
+    assert all(row["measured_bytes"] is None for row in memory_rows(planned, "cuda", {}))
+
+
+def test_the_report_has_the_layers_of_the_spec() -> None:
+    slow = runs([laptop_plan()], LAPTOP)
+    for column in (slow[0][1].ready_s, slow[0][1].start_s, slow[0][1].end_s):
+        for row, seconds in enumerate(column):
+            column[row] = 1.4 * seconds
+    result = calibrate(slow)
+    values = {row["what"]: row["value"] for row in result.report}
+    assert values["time beyond processor time"] == pytest.approx(0.4, abs=0.1)
+    blocks = [entry for entry in result.hardware.measured if entry.layer_kind == "block"]
+    for entry in blocks:
+        text = f"block {entry.pass_name}, 1 x 128 fp32, hidden 256"
+        assert values[text] == pytest.approx(entry.seconds, rel=1e-12)
+    assert result.runs[0]["error"] == pytest.approx(0, abs=0.03)
+
+
+def test_steps_that_no_op_explains_are_said_and_left_out() -> None:
+    """Between the ops the ranks wait for something: only the ops' own wall time may be laid to the layers."""
+    ((plan, trace),) = runs([laptop_plan()], LAPTOP)
+    long = Trace.empty(plan.program(), "measured")
+    for row in range(len(trace)):
+        start = 2 * trace.start_s[row]
+        lasted = trace.end_s[row] - trace.start_s[row]
+        long.add(trace.step[row], trace.op[row], 2 * trace.ready_s[row], start, start + lasted, trace.cpu_s[row])
+    result = calibrate([(plan, long)])
+    assert next(row["value"] for row in result.report if "beyond" in row["what"]) == pytest.approx(0, abs=0.03)
+    assert any("longer than their ops explain" in text for text in result.warnings)
+
+
+def test_every_run_is_predicted_by_the_others() -> None:
+    truth = slower_gpu_host()
+    shape = {"forward_stages": 4, "backward_stages": 4, "global_batch": 4}
+    plans = [gpu_plan(global_batch=4), gpu_plan(schedule="mobius", **shape), gpu_plan(global_batch=2)]
+    measured = runs(plans, truth)
+    result = calibrate(measured)
+    assert [row["used_for"] for row in result.held_out] == ["left out"] * 3
+    assert {row["plan"] for row in result.held_out} == {plan.digest() for plan in plans}
+    for row in result.held_out:
+        assert row["error"] == pytest.approx(0, abs=0.04)
+    assert 0 < result.hardware.prediction_error < 0.04
+    assert all(abs(row["before_s"] / row["measured_s"] - 1) > 0.1 for row in result.runs)
+
+    judged = calibrate(measured[:1], judged=measured[1:], judged_names=["a", "b"])
+    assert [(row["name"], row["used_for"]) for row in judged.held_out] == [("a", "judge"), ("b", "judge")]
+    assert calibrate(measured[:1]).held_out == calibrate([measured[0], measured[0]]).held_out == []
+
+
+def test_a_rate_is_not_taken_for_slow_because_it_was_shared() -> None:
+    """The host's memory is too slow for the optimizer and the copies at once: what they take then is not their rate."""
+    truth = GPU.override({"cpu.memory_bandwidth_gb_per_s": 130.0, "cpu.adam_billion_parameters_per_s": 4.0})
+    start = truth.override({"cpu.adam_billion_parameters_per_s": 6.0})
+    plan = gpu_plan(microbatch_size=2)
+    found = calibrate(runs([plan], truth), start).hardware
+    assert found.cpu.adam_parameters_per_s == pytest.approx(4e9, rel=0.03)
+    other = gpu_plan(schedule="mobius", forward_stages=4, backward_stages=4, global_batch=4)
+    assert simulate(other, hardware=found).step_s == pytest.approx(simulate(other, hardware=truth).step_s, rel=0.03)
+
+
+def test_what_was_measured_on_its_own_follows_what_runs_show() -> None:
+    """Layers take 1.2 times as long in a run as on their own: so will those of a model that no run has."""
+    other = SMALL.replace(name="other", hidden_size=128)
+    other_plan = make_plan(
+        other, LAPTOP, forward_stages=1, backward_stages=2, num_ranks=2, global_batch=8, microbatch_size=1,
+        sequence=128, precision="fp32",
+    )  # fmt: skip
+    slow = LAPTOP.override({"accelerator.max_efficiency": LAPTOP.accelerator.max_efficiency / 1.2})
+    entries = calibrate(runs([laptop_plan(), other_plan], LAPTOP), LAPTOP).hardware.measured
+    profiled = LAPTOP.replace(measured=tuple(entry.replace(source="profile") for entry in entries))
+    found = calibrate(runs([laptop_plan()], slow), profiled).hardware
+    for name in ("forward", "recompute", "backward"):
+        before, after = (CostModel.of(other_plan, spec).layer_s("block", name) for spec in (profiled, found))
+        assert after / before == pytest.approx(1.2, abs=0.05)
+        mine = CostModel.of(laptop_plan(), found).layer_s("block", name)
+        assert mine / CostModel.of(laptop_plan(), profiled).layer_s("block", name) == pytest.approx(1.2, abs=0.05)
+    again = calibrate(runs([laptop_plan()], slow), found).hardware
+    assert CostModel.of(other_plan, again).layer_s("block", "forward") == pytest.approx(
+        CostModel.of(other_plan, found).layer_s("block", "forward"), rel=1e-6
+    )
+
+
+def test_where_values_come_from_is_listed() -> None:
+    result = calibrate(runs([gpu_plan()], slower_gpu_host()))
+    origins = {row["what"]: row["provenance"] for row in result.entries}
+    assert origins["cpu.adam_parameters_per_s"] == "fitted"
+    assert origins["accelerator.usable_fraction"] == "assumed"
+    assert origins["block forward, 1 x 1024 bf16, hidden 4096"] == "measured in a run"
+    errors = {row["what"]: row["error"] for row in result.entries}
+    assert errors["cpu.adam_parameters_per_s"] is not None
+
+
+def test_a_clock_that_jumps_is_refused() -> None:
+    ((plan, trace),) = runs([laptop_plan()], LAPTOP)
+    for jump_s in (3600.0, -3600.0):
+        columns = {
+            name: [value + jump_s * (step > 5) for value, step in zip(getattr(trace, name), trace.step, strict=True)]
+            for name in ("ready_s", "start_s", "end_s")
+        }
+        jumped = dataclasses.replace(trace, **columns)
+        with pytest.raises(SpipeError, match="the clock jumped"):
+            calibrate([(plan, jumped)])
+
+
+def test_drift_outliers_and_busy_machines_are_said() -> None:
+    ((plan, trace),) = runs([laptop_plan()], LAPTOP, num_steps=16)
+    program = plan.program()
+    steady = [0.1] * 12
+    assert warnings_of(program, trace, steady, 3) == []
+    (warming,) = warnings_of(program, trace, [0.1 + 0.002 * i for i in range(12)], 3)
+    assert "steps became 20% slower during the run" in warming
+    (faster,) = warnings_of(program, trace, [0.1 - 0.002 * i for i in range(12)], 3)
+    assert "faster during the run" in faster
+    (outlier,) = warnings_of(program, trace, [*steady, 0.2], 3)
+    assert "1 of 13 steps took over 1.3 times the median (0.2 s against 0.1 s)" in outlier
+    (single,) = warnings_of(program, trace, [0.1], 3)
+    assert "only 1 step count" in single
+    trace.cpu_s = array("d", [0.5 * seconds for seconds in trace.cpu_s])
+    (busy,) = warnings_of(program, trace, steady, 3)
+    assert re.search(r"compute ops had the processor for only \d\d% of their time", busy)
+
+
+def test_what_a_gpu_takes_to_get_to_the_next_op_is_part_of_it() -> None:
+    """Streams wait for events: compute ops start 0.3 ms after their dependencies are done and their lane is free."""
+    ((plan, trace),) = runs([gpu_plan(microbatch_size=2)], GPU)
+    kinds, late_s = plan.program().kind, 3e-4
+    compute = {Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD}
+    started = [
+        start + late_s * (kinds[i] in compute) for i, start in zip(trace.op, trace.start_s, strict=True)
+    ]  # fmt: skip
+    result = calibrate([(plan, dataclasses.replace(trace, start_s=started))])
+    assert result.runs[0]["error"] == pytest.approx(0, abs=0.005)
+    overheads = result.hardware.measured_op_overhead_s
+    assert overheads["FORWARD"] == pytest.approx(late_s, rel=0.2)
+
+
+def test_a_host_that_now_and_then_issues_late_is_part_of_the_layers() -> None:
+    """Every fifteenth compute op of rank 0 comes 5 ms late: no usual gap shows it, but the idle time does."""
+    plan = make_plan(
+        load_model("llama2-7b"), GPU, num_ranks=1, forward_stages=2, backward_stages=6, global_batch=8,
+        microbatch_size=1, sequence=1024,
+    )  # fmt: skip
+    trace = simulate(plan, num_steps=8).trace
+    kinds, delayed, count = plan.program().kind, 0.0, 0
+    late = Trace.empty(plan.program(), "measured")
+    for row in sorted(range(len(trace)), key=lambda row: trace.start_s[row]):
+        before = delayed
+        if kinds[trace.op[row]] in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD):
+            count += 1
+            delayed += 5e-3 * (count % 15 == 0)
+        late.add(
+            trace.step[row], trace.op[row], trace.ready_s[row] + before, trace.start_s[row] + delayed,
+            trace.end_s[row] + delayed,
+        )  # fmt: skip
+    result = calibrate([(plan, late)])
+    share = next(row["value"] for row in result.report if row["what"] == "time between ops")
+    assert result.runs[0]["measured_s"] > 1.015 * result.runs[0]["before_s"]
+    assert share > 0.01
+    assert result.runs[0]["error"] == pytest.approx(0, abs=0.015)
+
+
+def test_how_much_steps_vary_is_the_least_that_a_prediction_may_be_wrong() -> None:
+    ((plan, trace),) = runs([laptop_plan()], LAPTOP, num_steps=24)
+    shaken = Trace.empty(plan.program(), "measured")
+    shift = [0.0]
+    step_s = simulate(plan, hardware=LAPTOP).step_s
+    for step in range(24):
+        shift.append(shift[-1] + step_s * 0.1 * math.sin(2.4 * step))
+    for row in range(len(trace)):
+        at = trace.step[row]
+        ready, start, end = (x[row] + shift[at] for x in (trace.ready_s, trace.start_s, trace.end_s))
+        shaken.add(at, trace.op[row], ready, start, end, trace.cpu_s[row])
+    steady = calibrate([(plan, trace)]).hardware.prediction_error
+    varied = calibrate([(plan, shaken)]).hardware.prediction_error
+    assert steady < 0.02
+    assert 0.05 < varied < 0.15
+    known = LAPTOP.replace(prediction_error=0.3)
+    assert calibrate([(plan, trace)], known).hardware.prediction_error == pytest.approx(0.3)

@@ -334,7 +334,7 @@ def judged(to: Console, rows: Sequence[Mapping[str, Any]]) -> None:
 def calibration(to: Console, fits: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> None:
     """What a calibration fitted, and how well the fitted hardware predicts the runs it was fitted to."""
     made = [
-        (row["what"], _quantity(row["value"], row["unit"]), percent(row["spread"], 1.0), str(row["samples"]))
+        (row["what"], quantity(row["value"], row["unit"]), percent(row["spread"], 1.0), str(row["samples"]))
         for row in fits
     ]
     to.print(table("Fitted", ("what", "value", "spread", "samples"), made))
@@ -355,7 +355,8 @@ def calibration(to: Console, fits: Sequence[Mapping[str, Any]], runs: Sequence[M
     )
 
 
-def _quantity(value: float, unit: str) -> str:
+def quantity(value: float, unit: str) -> str:
+    """A fitted value with its unit: seconds, bytes/s, a share, or anything counted."""
     if unit == "s":
         return seconds(value)
     if unit == "bytes/s":

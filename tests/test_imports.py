@@ -26,13 +26,13 @@ def part_of(module: str) -> str:
     name = module.split(".")[1] if "." in module else ""
     if name in ("sim", "runtime"):
         return name
-    return "command line" if name in ("cli", "demo", "show", "__main__") else "core"
+    return "command line" if name in ("cli", "demo", "show", "plots", "report", "__main__") else "core"
 
 
 def source_files() -> list[Path]:
     return [
         *sorted((ROOT / "spipe").glob("*.py")),
-        *sorted((ROOT / "spipe" / "cli").glob("*.py")),
+        *(file for part in ("cli", "plots", "report") for file in sorted((ROOT / "spipe" / part).glob("*.py"))),
         *sorted((ROOT / "sim").rglob("*.py")),
         *sorted((ROOT / "runtime").rglob("*.py")),
     ]

@@ -13,7 +13,9 @@ from spipe.memory import MemoryAccount
 from spipe.ops import COMPUTE, SENDS, Kind
 from spipe.timed import TimedStep
 
+WORKSPACES = "workspaces of libraries"
 DEVICE_ITEMS = (
+    WORKSPACES,
     "held layers",
     "weights",
     "gradients",
@@ -74,6 +76,7 @@ class _Follow:
         account, program = self.account, self.program
         held = account.rank_items(rank)["weights, gradients and optimizer state of held layers"]
         self.add(rank, "held layers", 0.0, self.duration, held)
+        self.add(rank, WORKSPACES, 0.0, self.duration, account.activation_items(rank).get(WORKSPACES, 0))
         mine = [i for i in range(len(program)) if program.rank[i] == rank]
         freed = {program.visit[i]: i for i in mine if program.kind[i] == Kind.FREE}
         last_backward: dict[int, int] = {}
@@ -193,7 +196,11 @@ class _Follow:
         report = self.account.report()
         names = [*DEVICE_ITEMS, "saved by forwards"]
         ranks = tuple(
-            {name: levels(found) for name in names if (found := self.changes.get(("rank", rank, name)))}
+            {
+                name: levels(self.changes["rank", rank, name])
+                for name in names
+                if any(num_bytes for _, num_bytes in self.changes["rank", rank, name])
+            }
             for rank in range(self.program.layout.num_ranks)
         )
         hosts = []

@@ -89,21 +89,22 @@ class TimedStep:
         """Times and attributed idleness of the step."""
         return analyse(self.program, self.trace, self.step)
 
-    def lane(self, i: int) -> str:
-        """The lane of op ``i`` in words, as its rank sees it."""
+    def lane(self, i: int, merge_peers: bool = False) -> str:
+        """The lane of op ``i`` in words, as its rank sees it; ``merge_peers``: one for all its peers."""
         lane = self.program.lanes[self.program.lane[i]]
         name = lane.name.rstrip("0123456789") if lane.name.startswith("cpu") else lane.name
         title = LANE_TITLES[name] + (f" {lane.name[3:]}" if name != lane.name else "")
-        if lane.peer < 0:
+        if lane.peer < 0 or merge_peers:
             return title
         return f"{title}, rank {lane.peer if lane.rank == self.program.rank[i] else lane.rank}"
 
-    def lanes(self) -> list[tuple[int, str]]:
+    def lanes(self, merge_peers: bool = False) -> list[tuple[int, str]]:
         """(rank, lane in words) of all lanes that have ops, in the order in which they are shown."""
         order = list(LANE_TITLES)
         found: dict[tuple[int, str], tuple[int, int, int]] = {}
         for i, number in enumerate(self.program.lane):
             lane, rank = self.program.lanes[number], self.program.rank[i]
             place = order.index("cpu" if lane.name.startswith("cpu") else lane.name)
-            found[rank, self.lane(i)] = (rank, place, number)
+            key = rank, self.lane(i, merge_peers)
+            found[key] = min(found.get(key, (rank, place, number)), (rank, place, number))
         return sorted(found, key=lambda row: found[row])

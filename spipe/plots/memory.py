@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ITEM_COLOURS = {
-    **dict(zip(DEVICE_ITEMS, (DARK, AMBER, ORANGE, YELLOW, PURPLE, BLUE), strict=True)),
+    **dict(zip(DEVICE_ITEMS, ("#D0D0D0", DARK, AMBER, ORANGE, YELLOW, PURPLE, BLUE), strict=True)),
     "saved by forwards": SKY,
     "master weights and moments": "#8C8C8C",
     "undo data": "#BDBDBD",

@@ -42,7 +42,7 @@ def residuals(result: Mapping[str, Any]) -> "Figure":
             text = f"{errors[place]:+.1f} %  ({seconds(row['predicted_s'])} for {seconds(row['measured_s'])})"
             error.text(0, place - 0.33, text, va="bottom", ha="center", fontsize=8)
         error.set_yticks(range(len(runs)), [f"run {row['run']}" for row in runs])
-        error.set_ylim(len(runs) - 0.3, -1.0)
+        error.set_ylim(max(len(runs), 0.3 * len(fits)) - 0.3, -1.0)
         error.set_xlim(-limit, limit)
         error.set(xlabel="predicted over measured step, less 1 (%)", title="Runs it was fitted to")
     return figure

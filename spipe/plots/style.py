@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from spipe.errors import SpipeError
 from spipe.metrics import CAUSES
@@ -105,16 +105,20 @@ def bytes_unit(most: float) -> tuple[float, str]:
 
 
 def legend(
-    figure: "Figure", entries: dict[str, str], columns: int = 6, place: str = "upper", title: str | None = None
+    figure: "Figure",
+    entries: dict[str, str],
+    columns: int = 6,
+    place: Literal["outside upper left", "outside lower left"] = "outside upper left",
+    title: str | None = None,
 ) -> None:
-    """A legend of coloured boxes (name -> colour) above (``upper``) or below (``lower``) everything."""
+    """A legend of coloured boxes (name -> colour) above or below everything."""
     from matplotlib.patches import Patch
 
     boxes = [Patch(facecolor=colour, edgecolor="none", label=name) for name, colour in entries.items()]
     if boxes:
         figure.legend(
             handles=boxes,
-            loc=f"outside {place} left",
+            loc=place,
             ncols=columns,
             title=title,
             alignment="left",

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 COLUMNS = 700
 """Slices of the window that a lane of many short ops is aggregated to."""
+MOST_ROWS = 36
+"""With more lanes than this, those to all peers of a rank are one, and nearly empty ones are left out."""
 WIDTH_IN = 11.0
 
 
@@ -63,9 +65,15 @@ def timeline(
     for rank in wanted:
         if rank not in range(timed.program.layout.num_ranks):
             raise SpipeError(f"rank {rank} is not in the plan; it has 0 to {timed.program.layout.num_ranks - 1}")
-    boxes = boxes_of(timed, begin, finish)
+    many = sum(rank in wanted for rank, _ in timed.lanes()) > MOST_ROWS
+    boxes = boxes_of(timed, begin, finish, merge_peers=many)
+    if many:  # lanes with next to nothing in them
+        least = 2e-4 * (finish - begin)
+        boxes = {row: mine for row, mine in boxes.items() if sum(box.end - box.start for box in mine) > least}
     rows = [
-        row for row in timed.lanes() if row[0] in wanted and (lanes == "all" or row[1] == "compute") and boxes.get(row)
+        row
+        for row in timed.lanes(many)
+        if row[0] in wanted and (lanes == "all" or row[1] == "compute") and boxes.get(row)
     ]
     if not rows:
         raise SpipeError(f"{timed.name}: nothing of the chosen ranks lies in the window; choose a longer one")
@@ -75,11 +83,13 @@ def timeline(
         return _draw(timed, rows, boxes, idle, metrics.window_s[0], begin, finish, metrics.busy_s)
 
 
-def boxes_of(timed: TimedStep, begin: float, finish: float) -> dict[tuple[int, str], list[Box]]:
+def boxes_of(
+    timed: TimedStep, begin: float, finish: float, merge_peers: bool = False
+) -> dict[tuple[int, str], list[Box]]:
     """(rank, lane in words) -> its ops that reach into the window, of all steps, in order of their start."""
     program, trace = timed.program, timed.trace
     groups = [GROUP_OF[Kind(kind)] for kind in program.kind]
-    places = [(rank, timed.lane(i)) for i, rank in enumerate(program.rank)]
+    places = [(rank, timed.lane(i, merge_peers)) for i, rank in enumerate(program.rank)]
     found: dict[tuple[int, str], list[tuple[float, float, int]]] = {}
     for row, i in enumerate(trace.op):
         start, end = trace.start_s[row], trace.end_s[row]
@@ -155,9 +165,9 @@ def _draw(
         f"compute lanes {100 * whole / duration:.1f} % busy"
     )
     entries = {name: GROUP_COLOURS[name] for name in GROUPS if name in used}
-    legend(figure, entries, columns=9)
+    legend(figure, entries, columns=11)
     idle_entries = {cause: CAUSE_COLOURS[cause] for cause in CAUSE_COLOURS if cause in causes}
-    legend(figure, idle_entries, columns=9, place="lower", title="strip below compute: why it is idle")
+    legend(figure, idle_entries, columns=11, place="outside lower left", title="strip below compute: why it is idle")
     return figure
 
 
@@ -172,7 +182,7 @@ def _row(
     slice_s = duration / COLUMNS
     tracks = 1 + max(box.track for box in boxes)
     short = sum(box.end - box.start < 1.5 * slice_s for box in boxes)
-    if len(boxes) > 150 and short > 0.5 * len(boxes):
+    if len(boxes) > COLUMNS / 2 or (len(boxes) > 150 and short > 0.5 * len(boxes)):
         _slices(axes, boxes, top, height, offset, duration, factor)
         return {box.group for box in boxes}
     by_group: dict[str, list[Box]] = {}
@@ -182,11 +192,12 @@ def _row(
     for group, mine in by_group.items():
         spans = [(factor * (offset + b.start), factor * max(b.end - b.start, 0.5 * slice_s), top + b.track * each)
                  for b in mine]  # fmt: skip
-        _rectangles(axes, [(x, y, w, each) for x, w, y in spans], GROUP_COLOURS[group], edge=False)
+        _rectangles(axes, [(x, y, w, each) for x, w, y in spans], GROUP_COLOURS[group])
     wide = [box for box in boxes if box.end - box.start > 4 * slice_s]
-    for box in wide:  # lines between ops
-        x = factor * (offset + box.start)
-        axes.plot([x, x], [top + box.track * each, top + (box.track + 1) * each], color="white", linewidth=0.5)
+    at = [factor * (offset + box.start) for box in wide]
+    upper = [top + box.track * each for box in wide]
+    axes.vlines(at, upper, [y + each for y in upper], color="white", linewidth=0.5)  # between ops
+    for box in wide:
         _write(axes, box, top, each, offset, duration, factor)
     return set(by_group)
 
@@ -251,17 +262,17 @@ def _strip(
     for start, end, cause in idle:
         by_cause.setdefault(cause, []).append((factor * (offset + start), top, factor * (end - start), height))
     for cause, spans in by_cause.items():
-        _rectangles(axes, spans, CAUSE_COLOURS[cause], edge=False)
+        _rectangles(axes, spans, CAUSE_COLOURS[cause])
     return set(by_cause)
 
 
-def _rectangles(axes: "Axes", spans: list[tuple[float, float, float, float]], colour: str, *, edge: bool) -> None:
-    """Boxes (x, y, width, height) of one colour as one artist."""
-    from matplotlib.collections import PolyCollection
+def _rectangles(axes: "Axes", spans: list[tuple[float, float, float, float]], colour: str) -> None:
+    """Boxes (x, y, width, height) of one colour as one path, which keeps vector files small."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
 
-    corners = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h)] for x, y, w, h in spans]
-    axes.add_collection(
-        PolyCollection(
-            corners, facecolors=colour, edgecolors="white" if edge else "none", linewidths=0.3 if edge else 0
-        )
-    )
+    x, y, width, height = np.array(spans).T
+    corners = [(x, y), (x + width, y), (x + width, y + height), (x, y + height), (x, y)]
+    points = np.array(corners).transpose(2, 0, 1).reshape(-1, 2)
+    codes = np.tile([Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY], len(spans))
+    axes.add_patch(PathPatch(Path(points, codes), facecolor=colour, linewidth=0))

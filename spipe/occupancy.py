@@ -111,7 +111,7 @@ class _Follow:
 
     def input_bytes(self, i: int) -> int:
         """A stage input's boundary, or what a forward saved, where that is kept."""
-        if self.program.options.recompute != "never":
+        if self.program.options.recompute != "never" or self.program.kind[i] == Kind.RECV_STAGE_INPUT:
             return self.account.boundary
         return self.account.total(self.account.saved, self.program.layers(self.program.stage[i]))
 

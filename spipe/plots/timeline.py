@@ -1,5 +1,6 @@
 """Pipeline Gantt: what every lane of every rank does in a step, and why its compute stands still."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -196,7 +197,9 @@ def _row(
     wide = [box for box in boxes if box.end - box.start > 4 * slice_s]
     at = [factor * (offset + box.start) for box in wide]
     upper = [top + box.track * each for box in wide]
-    axes.vlines(at, upper, [y + each for y in upper], color="white", linewidth=0.5)  # between ops
+    gap = [math.nan] * len(wide)
+    x, y = np.array([at, at, gap]).T.ravel(), np.array([upper, [low + each for low in upper], gap]).T.ravel()
+    axes.plot(x, y, color="white", linewidth=0.5)  # between ops
     for box in wide:
         _write(axes, box, top, each, offset, duration, factor)
     return set(by_group)

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from spipe.cli import buying, planning, plotting, running, specs, validating
+from spipe.cli import buying, planning, plotting, reporting, running, specs, validating
 
 
 class CommandInterrupted(BaseException):
@@ -43,6 +43,6 @@ Examples:
   spipe compare plan.json run --hardware hardware.toml
 """,
 )
-for _module in (specs, planning, buying, running, validating, plotting):
+for _module in (specs, planning, buying, running, validating, plotting, reporting):
     for _command in _module.COMMANDS:
         app.command()(_interruptible(_command))

@@ -13,6 +13,7 @@ from spipe.plots.residuals import residuals
 from spipe.plots.scaling import scaling
 from spipe.plots.style import SUFFIXES, check_suffix, save
 from spipe.plots.timeline import timeline
+from spipe.plots.training import training
 from spipe.plots.whatif import what_if
 
 __all__ = [
@@ -29,5 +30,6 @@ __all__ = [
     "scaling",
     "search_front",
     "timeline",
+    "training",
     "what_if",
 ]

@@ -1,5 +1,6 @@
 """Memory over a step: what every accelerator and host has in use, item by item, below what is planned and usable."""
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,6 +37,8 @@ ITEM_COLOURS = {
     "undo data": "#BDBDBD",
     "ranks": GREEN,
 }
+SLICES = 700
+"""Moments that are drawn of a step with more."""
 MOST_PANELS = 8
 """Ranks and hosts that get a panel; of more, the fullest."""
 
@@ -72,9 +75,21 @@ def _fullest(num_bytes: tuple[int, ...]) -> list[int]:
     return sorted(most[: MOST_PANELS - 1])
 
 
+def _thinned(times: np.ndarray, items: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Of many times, the fullest moment of each of SLICES slices."""
+    if len(times) <= SLICES or not items:
+        return times, items
+    total = sum(items.values(), np.zeros(len(times)))
+    edges = np.unique(np.searchsorted(times, np.linspace(times[0], times[-1], SLICES + 1)[:-1]))
+    most = [begin + int(np.argmax(total[begin:end])) for begin, end in pairwise([*edges, len(times)])]
+    kept = np.unique([0, *most, len(times) - 1])
+    return times[kept], {name: values[kept] for name, values in items.items()}
+
+
 def _panel(axes: "Axes", times: np.ndarray, items: dict[str, np.ndarray], planned: float, capacity: float) -> None:
     top = max(planned, float(np.max(sum(items.values()))) if items else 0.0)
     near = capacity <= 1.6 * top
+    times, items = _thinned(times, items)
     divisor, unit = bytes_unit(top)
     base = np.zeros(len(times))
     for name, colour in ITEM_COLOURS.items():

@@ -99,7 +99,7 @@ def _of_run(folder: Path, hardware: str | None) -> "tuple[TimedStep, Facts]":
     numbers["compute lanes busy"] = show.percent(sum(timed.metrics().busy_s), _lane_time(timed))
     if comparison is not None:
         off = show.error(comparison.step_time["predicted_s"], comparison.step_time["measured_s"])
-        numbers["step (predicted)"] = f"{show.seconds(comparison.step_time["predicted_s"])} ({off})"
+        numbers["step (predicted)"] = f"{show.seconds(comparison.step_time['predicted_s'])} ({off})"
     title = f"{plan.model.name} on {plan.hardware.name}: {folder.resolve().name}"
     return timed, Facts(title, numbers, notes, metrics, comparison, predicted, _environment(result))
 

@@ -37,7 +37,7 @@ ITEM_COLOURS = {
     "undo data": "#BDBDBD",
     "ranks": GREEN,
 }
-SLICES = 700
+SLICES = 350
 """Moments that are drawn of a step with more."""
 MOST_PANELS = 8
 """Ranks and hosts that get a panel; of more, the fullest."""

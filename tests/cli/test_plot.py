@@ -28,23 +28,6 @@ from .conftest import Command
 
 Refused = Callable[..., str]
 
-ROW = {
-    "cluster": "spipe-v100",
-    "system": "SPipe",
-    "used_for": "judge",
-    "measured_ms": 8171.0,
-    "predicted_ms": 8215.0,
-}
-
-
-@pytest.fixture
-def validation(tmp_path: Path) -> Path:
-    path = tmp_path / "v.json"
-    path.write_text(
-        json.dumps({"rows": [ROW, {**ROW, "used_for": "fit", "measured_ms": 12707.0}], "order_agreement": {}})
-    )
-    return path
-
 
 @pytest.fixture
 def simulation(tmp_path: Path) -> Path:
@@ -59,25 +42,14 @@ def simulation(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def run_folder(tmp_path: Path, plan_file: Path) -> Path:
-    """A folder as `spipe run` leaves it; the times are a simulation's, every other step a bit slower."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    plan = Plan.load(plan_file)
-    plan.save(folder / "plan.json")
-    trace = simulate(plan, num_steps=6).trace
-    trace.source = "measured"
-    trace.save(folder / "trace.json")
-    return folder
-
-
 def drawn(command: Command, *arguments: object) -> None:
     result = command("plot", *arguments)
     assert (result.code, result.out) == (0, ""), result.err
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+@pytest.mark.parametrize(
+    "suffix", ["png", pytest.param("svg", marks=pytest.mark.slow), pytest.param("pdf", marks=pytest.mark.slow)]
+)
 def test_the_same_data_give_the_same_bytes(
     command: Command, validation: Path, run_folder: Path, tmp_path: Path, suffix: str
 ) -> None:
@@ -166,6 +138,7 @@ def test_aggregated_slices_keep_the_time() -> None:
     assert covered(np.array([2.5]), np.array([7.5]), 10.0).max() == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_thousands_of_ops_make_a_small_figure(tmp_path: Path) -> None:
     plan = make_plan(
         MODELS["tiny"], load_hardware("v100x4"), forward_stages=1, backward_stages=2, global_batch=384,
@@ -174,7 +147,7 @@ def test_thousands_of_ops_make_a_small_figure(tmp_path: Path) -> None:
     simulation = simulate(plan, num_steps=1)
     assert len(simulation.program) > 10_000
     plots.save(plots.timeline(TimedStep.of("many", plan, simulation.trace, 0)), tmp_path / "many.svg")
-    assert (tmp_path / "many.svg").stat().st_size < 2e6
+    assert (tmp_path / "many.svg").stat().st_size < 4e6
 
 
 @pytest.mark.parametrize(

@@ -64,17 +64,23 @@ class TimedStep:
     plan: "Plan | None" = None
 
     @classmethod
-    def of(cls, name: str, plan: "Plan", trace: Trace, step: int | None = None) -> "TimedStep":
-        """A step of a plan's trace; None: a typical one. Raises SpipeError if it is not there or not complete."""
-        program = plan.program()
-        trace.check_matches(program, name)
+    def of(
+        cls, name: str, plan: "Plan", trace: Trace, step: int | None = None, where: str | None = None
+    ) -> "TimedStep":
+        """A step of a plan's trace; None: a typical one. ``where``: what messages call it, if not by its name.
+
+        Raises:
+            SpipeError: if the step is not there, or the trace is empty or of another plan.
+        """
+        program, where = plan.program(), where or name
+        trace.check_matches(program, where)
         if not len(trace):
-            raise SpipeError(f"{name}: the trace is empty: it has no timed op; run or simulate the plan again")
+            raise SpipeError(f"{where}: the trace is empty: it has no timed op; run or simulate the plan again")
         if step is None:
             step = typical_step(program, trace)
         elif step not in trace.steps():
             steps = trace.steps()
-            raise SpipeError(f"{name}: the trace has no step {step}; it has {steps[0]} to {steps[-1]}")
+            raise SpipeError(f"{where}: the trace has no step {step}; it has {steps[0]} to {steps[-1]}")
         return cls(name, program, trace, step, plan)
 
     @classmethod
@@ -83,7 +89,7 @@ class TimedStep:
         from spipe.plan import Plan
 
         plan, trace = Plan.load(folder / "plan.json"), Trace.load(folder / "trace.json")
-        return cls.of(str(folder), plan, trace, step)
+        return cls.of(folder.resolve().name, plan, trace, step, str(folder))
 
     def metrics(self) -> StepMetrics:
         """Times and attributed idleness of the step."""

@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None, environment: Mapping[str, str] = os
     """Run this process's rank; returns the exit code: 0, 1 for a failed run, 2 for bad input. Rank 0 speaks."""
     options = _parse(arguments)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         world = _join(environment)
     except SpipeError as error:
@@ -59,7 +60,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", help="checkpoint or run directory to go on from; auto: the output's newest, if any")
     parser.add_argument("--from", dest="model_folder", type=Path, help="Hugging Face model folder to start from")
     parser.add_argument("--force", action="store_true", help="replace a run that is in the output directory")
-    parser.add_argument("--transport", default="auto", help="auto, host, gloo or nccl")
+    parser.add_argument("--transport", default="auto", help="auto, host, peer, gloo or nccl")
     parser.add_argument("--timeout-s", default=600.0, help="give up if nothing completes for so long")
     parser.add_argument("--trace-steps", default=25, help="last steps that go into the trace")
     parser.add_argument("--host-memory-bytes", help="memory of this host, if it shows less than it has")

@@ -100,6 +100,7 @@ class Executor:
             while thread.is_alive():
                 thread.join(0.5)
                 if self.flags.get(self.store.layout.abort):
+                    self.handlers.transport.release()
                     thread.join(5)  # a lane that does not come back (a blocked socket) ends with the process
                     break
         if self.flags.get(self.store.layout.abort):

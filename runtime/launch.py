@@ -37,6 +37,8 @@ class RankProcesses:
         environment = dict(os.environ)
         # Memory that one op frees has to serve the next op's tensors, whatever their sizes.
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        # A stream that waits must not hold up one that shares its queue.
+        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         roots = [str(Path(spipe.__file__).parent.parent), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, roots))
         for _ in range(num_ranks):

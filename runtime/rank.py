@@ -90,6 +90,12 @@ def _one_at_a_time(report: Report) -> Report:
 
 
 def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: Report, stop: Request) -> None:
+    began = time.monotonic()
+    ready_s: dict[str, float] = {}
+
+    def done(phase: str) -> None:
+        ready_s[phase] = time.monotonic() - began - sum(ready_s.values())
+
     plan, program, num_ranks = job.plan, job.plan.program(), job.num_ranks
     kind = plan.hardware.device
     device, sharers = make_device(plan, rank), ranks_per_device(plan)
@@ -97,12 +103,14 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
     device.require_memory(memory(plan).ranks[rank], sharers)
     name = choose_transport(job.transport, kind, num_ranks, sharers > 1)
     threads = plan.optimizer_threads or max(1, _native.features()["usable_cores"] // num_ranks)
+    done("device")
     store.region.advise_huge_pages()
     masters = MasterState(plan, rank, store, device.device)
     session = Session(job, program, rank, store, masters, stop, report)
     settlement = Settlement(plan, program, rank, store, masters, threads, job.hooks, session)
     share = store.layout.data_span.num_bytes // num_ranks
     store.region.populate(store.layout.data_span.offset + rank * share, share, threads)
+    done("pages")
     if job.resume:
         load_state(job.resume, plan.model, masters, store)
     elif job.model_folder:
@@ -111,12 +119,17 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
         masters.initialize(plan, store, threads)
     pids = _exchange_pids(rank, num_ranks, rendezvous)
     settlement.meet("phase", 0)  # every weight is in place, and all of the region has its pages
+    done("weights")
     if rank == 0 and kind == "cuda":
         report({"message": f"page-locking {store.layout.data_span.num_bytes / 2**30:.1f} GiB of host memory"})
     problem = device.register(store.region, store.layout.data_span)
     if problem:
         report({"message": f"rank {rank}: {problem}"})
-    transport = make_transport(name, program, rank, store, device, rendezvous, job.timeout_s)
+    done("page-locking")
+    transport = make_transport(
+        name, program, rank, store, device, rendezvous, job.timeout_s,
+        lambda message: report({"message": f"rank {rank}: {message}"}),
+    )  # fmt: skip
     corpus, validation = job.corpora()
     feed = Feed(plan, corpus, job.start.sequences)
     handlers = Handlers(plan, program, rank, store, device, transport, settlement, feed, job.hooks)
@@ -131,6 +144,7 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
         steps=job.num_steps, traced_from=job.traced_from, hooks=job.hooks, continues=session.continues,
     )  # fmt: skip
     settlement.meet("phase", 1)
+    done("buffers and connections")
     store.step_ends[0, rank] = time.monotonic()
     reporter = Reporter(job, store, settlement, report) if rank == 0 else None
     with Watchdog(program, rank, store, job.num_steps, job.timeout_s, pids):
@@ -148,7 +162,8 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
         session.saver.finish()
     device.resolve_times(store, job.traced_from)
     used, reserved = device.peak_bytes()
-    store.peaks[rank] = used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, reserved
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    store.peaks[rank] = used + transport.device_bytes, resident, reserved + transport.device_bytes
     if job.dump_state:
         _dump_part(job, rank, store, masters)
     settlement.meet("phase", 2)
@@ -158,6 +173,7 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
             "transport": transport.name,
             "optimizer_threads": threads,
             "rollback": settlement.rollback_kind,
+            "startup_s": ready_s,
         }
         write_results(job, store, settlement, about)
         if job.dump_state:

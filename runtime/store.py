@@ -28,6 +28,7 @@ ALIGN_ELEMENTS = 32
 """Elements between aligned positions: 64 bytes of the smallest type."""
 ERROR_BYTES = 4096
 MAILBOX_SLOTS = 2
+COUNTER_BYTES = 64
 ARRIVALS = ("validate", "barrier", "phase", "saved", "settled", "evaluated")
 """What ranks wait for each other for, apart from ops."""
 NOTES = ("", "rollback", "bypass", "redo")
@@ -135,6 +136,8 @@ class StoreLayout:
         self.mailboxes = {
             key: [region.add(self.boundary_bytes) for _ in range(MAILBOX_SLOTS)] for key in self.mailbox_flags
         }
+        self.message_counters = {key: region.add(2 * COUNTER_BYTES) for key in self.mailbox_flags}
+        """By (lane, sending rank): a word that counts messages put in, and one for those taken out, for devices."""
         self.num_bytes = region.add(0, page).offset
         self.data_span = Span(self.data_offset, self.num_bytes - self.data_offset)
         """What is copied to and from devices."""

@@ -106,7 +106,7 @@ def run(
         resume: a checkpoint, or a run directory whose newest one is taken; ``auto``: the newest of ``output``, if any.
             Ranks, cuts, schedule and device may differ from those that wrote it.
         model_folder: a Hugging Face model folder to start from, unless from a checkpoint; None: random weights.
-        transport: ``host``, ``gloo`` (CPU), ``nccl`` (CUDA), or ``auto``.
+        transport: ``host``, ``peer`` or ``nccl`` (CUDA), ``gloo`` (CPU), or ``auto``.
         timeout_s: give up if no op of any rank completes for so long.
         trace_steps: how many of the last steps go into ``trace.json``.
         log: called with each step's row of ``metrics.jsonl``, and with ``{"message": text}``.

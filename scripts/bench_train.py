@@ -5,6 +5,7 @@
     python scripts/bench_train.py --systems ours,roundpipe --global-batch 4 --json small.json
     python scripts/bench_train.py --check --systems ours                 # and our losses against a plain reference
     python scripts/bench_train.py --gpus 2 --layers 32 --global-batch 32
+    python scripts/bench_train.py --gpus 2 --plan mobius=mobius.json --plan fine=fine.json --systems fine,mobius,fine
 
 Every system runs in processes of its own, on the same model, initial weights, tokens and cap; what fails becomes a row
 with an error. The compute ceiling is measured in the same run, before and after: every pass of an isolated layer, over
@@ -14,14 +15,13 @@ tokens/s, step     mean over the timed steps
 HFU                operations with recompute, over those of a bf16 matrix product measured in the same run
 of ceiling         compute ceiling over step time
 GPU                most that PyTorch reserved; in use: on the whole device, contexts and all else too, sampled
-host               sum of Pss over the system's processes, sampled; taken: by how much available memory fell
+host               sum of Pss over the processes, while it grows; taken: by how much available memory fell
 exact              whether every step uses the weights of the step before (peers: by their documentation)
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import datetime
 import json
 import os
@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -46,6 +46,7 @@ from typing import Any
 import numpy as np
 import torch
 from peers import CORES, PEERS, Work, reference
+from watching import watch
 
 from spipe import runtime
 from spipe.errors import SpipeError
@@ -63,7 +64,6 @@ from spipe.trace import Trace
 SYSTEMS = ("ours", *PEERS)
 LEARNING_RATE = 1e-5
 CHECK_LAYERS, CHECK_STEPS, CHECK_LEARNING_RATE = 4, 5, 1e-4
-SAMPLE_S, GRACE_S = 0.5, 5.0
 ROW = (
     "system", "tokens_per_s", "step_s", "step_times_s", "gpu_peak_bytes", "gpu_used_bytes", "host_peak_bytes",
     "host_taken_bytes", "exact", "hfu", "share_of_ceiling", "losses", "wall_s", "error",
@@ -75,9 +75,12 @@ def main() -> int:
     if given.worker:
         work_in_this_process(*given.worker)
     try:
-        systems, plan = systems_of(given), plan_of(given)
+        plans = plans_of(given)
+        systems = systems_of(given, plans)
+        if not plans or ("ours" in systems and "ours" not in plans):
+            plans["ours"] = plan_of(given)
         with output_folder(given.output) as folder:
-            Benchmark(given, plan, systems, folder).run()
+            Benchmark(given, plans, systems, folder).run()
     except SpipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -95,9 +98,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="which, in this order (default: %(default)s)")
     parser.add_argument("--hardware", help="our plan's hardware; default h200xN, laptop on the CPU")
-    parser.add_argument("--plan", help="our plan (a file); default: a stage per block, or a search for several GPUs")
+    parser.add_argument("--plan", action="append", default=[], metavar="[NAME=]FILE", help="a plan of ours, and its "
+                        "name in --systems (default: ours); may be repeated. Without any: a stage per block, or "
+                        "what a search gives for several GPUs")  # fmt: skip
     parser.add_argument("--options", default="{}", help="JSON: options of our plan that differ from the defaults")
     parser.add_argument("--compile", action="store_true", help="our blocks go through torch.compile")
+    parser.add_argument("--no-ceiling", action="store_true", help="do not measure the compute ceiling")
     parser.add_argument("--check", action="store_true", help="also train 4 layers and compare with a plain reference")
     parser.add_argument("--gaps", type=int, default=12, help="how many gaps of our compute lane to show (default 12)")
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for each system (default 300)")
@@ -110,16 +116,29 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-def systems_of(given: argparse.Namespace) -> list[str]:
-    """The systems in order, ours once more at the end if there is a peer."""
+def plans_of(given: argparse.Namespace) -> dict[str, Plan]:
+    """The plans from files, by name."""
+    plans: dict[str, Plan] = {}
+    for text in given.plan:
+        name, _, file = text.rpartition("=")
+        name = name or "ours"
+        if name in plans or name in PEERS:
+            raise SpipeError(f"--plan {text}: {name!r} is taken; give every plan a name of its own, as in fine={file}")
+        plans[name] = plan_of(given, file=file)
+    return plans
+
+
+def systems_of(given: argparse.Namespace, plans: Iterable[str] = ()) -> list[str]:
+    """The systems in order. Where ``ours`` is among peers, it comes once more at the end."""
+    known = ["ours", *PEERS, *(name for name in plans if name != "ours")]
     names = [name.strip() for name in given.systems.split(",")]
     for name in names:
-        if name not in SYSTEMS:
-            raise SpipeError(f"--systems has {name!r}; choose from {', '.join(SYSTEMS)}")
-    peers = [name for name in names if name != "ours"]
-    if "ours" not in names:
-        return peers
-    return ["ours", *peers, "ours"] if peers else ["ours"]
+        if name not in known:
+            raise SpipeError(f"--systems has {name!r}; choose from {', '.join(known)}")
+    if names.count("ours") == 1 and any(name in PEERS for name in names):
+        names.remove("ours")
+        names = ["ours", *names, "ours"]
+    return names
 
 
 @contextmanager
@@ -137,8 +156,11 @@ def output_folder(given: Path | None) -> Iterator[Path]:
 # Our plan: it also tells the other systems model, batch, precision, optimizer and cap.
 
 
-def plan_of(given: argparse.Namespace, num_layers: int | None = None, learning_rate: float = LEARNING_RATE) -> Plan:
-    """The plan that was given, or for one GPU a stage per block, or the search's for several."""
+def plan_of(
+    given: argparse.Namespace, num_layers: int | None = None, learning_rate: float = LEARNING_RATE,
+    file: str | None = None,
+) -> Plan:  # fmt: skip
+    """The plan in a file, or for one GPU a stage per block, or the search's for several."""
     model = ModelSpec(
         name="bench", num_layers=num_layers or given.layers, hidden_size=given.hidden, ffn_size=given.ffn,
         num_heads=given.heads, vocab_size=given.vocabulary,
@@ -154,11 +176,11 @@ def plan_of(given: argparse.Namespace, num_layers: int | None = None, learning_r
     if not isinstance(options, dict):
         raise SpipeError(f"--options {given.options!r} should be a JSON object, such as '{{\"weight_slots\": 3}}'")
     optimizer = AdamW(learning_rate=learning_rate)
-    if given.plan and num_layers is None:
-        plan = Plan.load(given.plan)
+    if file is not None:
+        plan = Plan.load(file)
         options = Options(**{**plan.options.model_dump(), **options})
         plan = plan.model_copy(update={"hardware": hardware, "optimizer": optimizer, "options": options})
-        require_same_job(plan, model, given)
+        require_same_job(plan, model, given, file)
         return plan
     if given.global_batch % (given.microbatch * given.gpus):
         raise SpipeError(
@@ -188,17 +210,19 @@ def stage_per_block(model: ModelSpec, sequence: int) -> Layout:
     return Layout(len(costs), 1, tuple(blocks), (*blocks, Stage(last + 1, last + 2, 0)), tuple(costs))
 
 
-def require_same_job(plan: Plan, model: ModelSpec, given: argparse.Namespace) -> None:
+def require_same_job(plan: Plan, model: ModelSpec, given: argparse.Namespace, file: str) -> None:
     """Raises SpipeError unless a plan from a file is for what the other systems are told to train."""
+    if plan.layout.num_ranks > given.gpus:
+        raise SpipeError(f"{file}: the plan has {plan.layout.num_ranks} ranks, more than --gpus {given.gpus}")
     sizes = ("num_layers", "hidden_size", "ffn_size", "num_heads", "vocab_size")
     theirs = {name: getattr(plan.model, name) for name in sizes}
-    theirs |= {"gpus": plan.layout.num_ranks, "sequence": plan.sequence, "microbatch": plan.microbatch_size}
+    theirs |= {"sequence": plan.sequence, "microbatch": plan.microbatch_size}
     asked = {name: getattr(model, name) for name in sizes}
-    asked |= {"gpus": given.gpus, "sequence": given.sequence, "microbatch": given.microbatch}
+    asked |= {"sequence": given.sequence, "microbatch": given.microbatch}
     theirs["global_batch"], asked["global_batch"] = plan.global_batch, given.global_batch
     wrong = [f"{name} = {theirs[name]} instead of {asked[name]}" for name in asked if theirs[name] != asked[name]]
     if wrong:
-        raise SpipeError(f"{given.plan}: the plan has {', '.join(wrong)}; give the same numbers to this script")
+        raise SpipeError(f"{file}: the plan has {', '.join(wrong)}; give the same numbers to this script")
 
 
 # The benchmark.
@@ -209,13 +233,18 @@ class Benchmark:
     """Starts one system after another and keeps what they measure."""
 
     given: argparse.Namespace
-    plan: Plan
+    plans: dict[str, Plan]
     systems: list[str]
     folder: Path
     rows: list[dict[str, Any]] = field(default_factory=list)
     ceilings: list[dict[str, Any]] = field(default_factory=list)
     check: dict[str, Any] | None = None
     num_started: int = 0
+
+    @property
+    def plan(self) -> Plan:
+        """The one that tells other systems model, batch, precision, optimizer and cap."""
+        return max(self.plans.values(), key=lambda plan: plan.layout.num_ranks)
 
     def run(self) -> None:
         self.save()
@@ -224,13 +253,17 @@ class Benchmark:
         Path(tokens).write_bytes(values.tobytes())
         if self.given.check:
             self.check = self.checked()
-        self.ceilings.append(self.start("ceiling", self.plan, data=tokens))
+        self.measure_ceiling(tokens)
         for name in self.systems:
             self.rows.append(self.row(name, tokens))
             self.save()
-        self.ceilings.append(self.start("ceiling", self.plan, data=tokens))
+        self.measure_ceiling(tokens)
         self.save()
         print(table(self.rows, self.result()))
+
+    def measure_ceiling(self, tokens: str) -> None:
+        if not self.given.no_ceiling:
+            self.ceilings.append(self.start("ceiling", self.plan, data=tokens))
 
     def start(self, name: str, plan: Plan, *, data: str | None = None, steps: int | None = None) -> dict[str, Any]:
         """Run a worker to its end; what it returns, or ``error``, and what was seen of it from outside."""
@@ -266,8 +299,8 @@ class Benchmark:
         return result
 
     def row(self, name: str, data: str) -> dict[str, Any]:
-        result = self.start(name, self.plan, data=data)
-        row: dict[str, Any] = dict.fromkeys(ROW) | {"system": name, "exact": name == "ours" or PEERS[name].exact}
+        result = self.start(name, self.plans.get(name, self.plan), data=data)
+        row: dict[str, Any] = dict.fromkeys(ROW) | {"system": name, "exact": name not in PEERS or PEERS[name].exact}
         row |= result
         if not row["error"]:
             row["step_s"] = mean(row["step_times_s"])
@@ -304,8 +337,9 @@ class Benchmark:
             flops = 4 * model.num_layers * forward["block"] + 3 * forward["head"]
             for row in self.rows:
                 if not row["error"]:
-                    row["hfu"] = flops / row["step_s"] / gpus / rate
-                    row["share_of_ceiling"] = step_s / row["step_s"]
+                    used = self.plans[row["system"]].layout.num_ranks if row["system"] in self.plans else gpus
+                    row["hfu"] = flops / row["step_s"] / used / rate
+                    row["share_of_ceiling"] = step_s * gpus / used / row["step_s"]
         return {
             "rows": self.rows,
             "machine": machine() | (good[0]["machine"] if good else {}),
@@ -407,101 +441,6 @@ def environment(name: str, gpus: int) -> dict[str, str]:
     return result
 
 
-@dataclass
-class Seen:
-    """The most of each that was seen while a system ran."""
-
-    host_bytes: int = 0
-    host_taken_bytes: int = 0
-    gpu_bytes: int | None = None
-    timed_out: bool = False
-
-
-def watch(process: subprocess.Popen[Any], limit_s: float) -> Seen:
-    """Sample the memory of a process and its descendants until it ends; end them all at the time limit."""
-    seen, deadline = Seen(), time.monotonic() + limit_s
-    available, gpu_before = available_memory(), gpu_memory()
-    pause = SAMPLE_S
-    try:
-        while process.poll() is None:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(pause)
-            begin = time.monotonic()
-            seen.host_bytes = max(seen.host_bytes, sum(map(pss, descendants(process.pid))))
-            seen.host_taken_bytes = max(seen.host_taken_bytes, available - available_memory())
-            used = [now - before for now, before in zip(gpu_memory(), gpu_before, strict=True)]
-            seen.gpu_bytes = max([seen.gpu_bytes or 0, *used]) if used else None
-            # Adding up the pages of 100 GiB takes a while: it may keep a tenth of one core busy.
-            pause = max(SAMPLE_S, 9 * (time.monotonic() - begin))
-            if time.monotonic() > deadline:
-                seen.timed_out = True
-                break
-    finally:
-        end(process)
-    return seen
-
-
-def descendants(root: int) -> list[int]:
-    """The process and all below it."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found = [root]
-    for pid in found:
-        found += children.get(pid, [])
-    return found
-
-
-def pss(pid: int) -> int:
-    """Bytes of memory of a process; what several share counts in parts."""
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def available_memory() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-
-
-def gpu_memory() -> list[int]:
-    """Bytes in use on every GPU, whoever uses them; empty where that cannot be asked."""
-
-    class Memory(ctypes.Structure):
-        _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
-
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return []
-    count, result = ctypes.c_uint(), []
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-        return []
-    for index in range(count.value):
-        device, used = ctypes.c_void_p(), Memory()
-        nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
-        nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(used))
-        result.append(used.used)
-    nvml.nvmlShutdown()
-    return result
-
-
-def end(process: subprocess.Popen[Any]) -> None:
-    """End what is left of a process and its descendants: interrupted (it may hold locks on files), then killed."""
-    for number in (signal.SIGINT, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        for pid in descendants(process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-
-
 def result_of(process: subprocess.Popen[Any], file: Path, log: Path, timed_out: bool, limit_s: float) -> dict[str, Any]:
     """What the worker wrote, or why it could not; then the end of its log is shown."""
     if not timed_out:
@@ -525,7 +464,7 @@ def result_of(process: subprocess.Popen[Any], file: Path, log: Path, timed_out: 
 
 def work_in_this_process(name: str, work_file: str, result_file: str) -> None:
     """Do the work, write the result, and leave whatever threads the system still has."""
-    run = WORKERS[name] if name in WORKERS else PEERS[name].run
+    run = PEERS[name].run if name in PEERS else WORKERS.get(name, run_ours)
     try:
         result = run(Work.load(work_file))
     except Exception as error:
@@ -553,7 +492,9 @@ def run_ours(work: Work) -> dict[str, Any]:
         "step_times_s": done.step_s[work.warmup :],
         "losses": done.losses,
         "gpu_peak_bytes": max(done.summary["peak_reserved_bytes"]),
-        "predicted_gpu_bytes": list(memory(plan).ranks),
+        "predicted_gpu_bytes": [sum(items.values()) for items in memory(plan).ranks],
+        "gpu_in_use_bytes": done.summary["peak_device_bytes"],
+        "startup_s": done.summary["startup_s"],
         "busy_s": list(metrics.busy_s),
         "bubbles": [{cause: value for cause, value in rank.items() if value} for rank in metrics.bubbles],
         "lines": gaps(trace, step, work.num_gaps) if work.num_gaps else [],

@@ -111,7 +111,7 @@ def run(
         str | None, typer.Option(metavar="cpu|cuda", help="Refuse to run unless the plan is for this device.")
     ] = None,
     transport: Annotated[
-        str | None, typer.Option(metavar="NAME", help="auto, host, gloo (CPU) or nccl (CUDA).")
+        str | None, typer.Option(metavar="NAME", help="auto, host, peer or nccl (CUDA), gloo (CPU).")
     ] = None,
     trace_steps: Annotated[
         int | None,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from reference import Reference, differences
 
 from spipe.hardware import load_hardware
 from spipe.model import ModelSpec
+from spipe.ops import Kind
 from spipe.plan import Plan
-from spipe.runtime import RunResult
+from spipe.runtime import RankProcesses, RunFailedError, RunResult, run
 from spipe.runtime.hooks import TestHooks
 
 pytestmark = pytest.mark.gpu
@@ -67,6 +69,32 @@ def test_one_rank_two_ranks_and_every_option_have_the_same_bits(
     for result in results[1:]:
         assert result.losses == results[0].losses
         assert differences(torch.load(result.output / "state.pt"), first) == []
+
+
+def test_every_transport_has_the_same_bits(run_plan: Callable[..., RunResult], gpu_plan: Callable[..., Plan]) -> None:
+    """Through the host's memory, from GPU to GPU (or within the one that the ranks share), and NCCL where it can."""
+    transports = ["host", "peer"] + ["nccl"] * (torch.cuda.device_count() > 1)
+    plan = gpu_plan(2, precision="bf16", deterministic=True)
+    results = [run_plan(plan, 6, transport=name) for name in transports]
+    assert [result.summary["transport"] for result in results] == transports
+    expected = torch.load(results[0].output / "state.pt")
+    for result in results[1:]:
+        assert result.losses == results[0].losses
+        assert differences(torch.load(result.output / "state.pt"), expected) == []
+
+
+@pytest.mark.parametrize("fault", ["fail", "kill"])
+def test_a_rank_that_stops_ends_the_one_whose_gpu_waits_for_it(
+    gpu_plan: Callable[..., Plan], tmp_path: Path, fault: str
+) -> None:
+    plan = gpu_plan(2, precision="bf16")
+    op = next(str(plan.program().op(i)) for i in plan.program().of_rank(1) if plan.program().kind[i] == Kind.BACKWARD)
+    hooks = TestHooks(fail=(1, 2, op)) if fault == "fail" else TestHooks(kill=(1, 2))
+    with RankProcesses(2) as ranks:
+        begin = time.monotonic()
+        with pytest.raises(RunFailedError, match="a test asked for" if fault == "fail" else "rank 1"):
+            run(plan, steps=500, output=tmp_path / "run", ranks=ranks, transport="peer", hooks=hooks)
+        assert time.monotonic() - begin < 60
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

@@ -17,6 +17,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import bench_train  # noqa: E402
 import peers  # noqa: E402
+import watching  # noqa: E402
 
 TINY = (
     *("--device", "cpu", "--layers", "2", "--hidden", "64", "--ffn", "96", "--heads", "4", "--vocabulary", "256"),
@@ -75,13 +76,17 @@ def test_what_cannot_work_is_one_message(
 def test_a_plan_for_another_job_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plan = bench_train.plan_of(given(monkeypatch))
     plan.save(tmp_path / "plan.json")
-    again = bench_train.plan_of(
-        given(monkeypatch, "--plan", str(tmp_path / "plan.json"), "--options", '{"barrier": true}')
-    )
+    file = str(tmp_path / "plan.json")
+    again = bench_train.plans_of(given(monkeypatch, "--plan", f"again={file}", "--options", '{"barrier": true}'))[
+        "again"
+    ]
     assert again.options.barrier
     assert again.layout == plan.layout
     with pytest.raises(bench_train.SpipeError, match="global_batch = 4 instead of 8"):
-        bench_train.plan_of(given(monkeypatch, "--plan", str(tmp_path / "plan.json"), "--global-batch", "8"))
+        bench_train.plans_of(given(monkeypatch, "--plan", file, "--global-batch", "8"))
+    for twice in (f"fsdp2={file}", f"again={file}"):
+        with pytest.raises(bench_train.SpipeError, match="is taken"):
+            bench_train.plans_of(given(monkeypatch, "--plan", f"again={file}", "--plan", twice))
 
 
 def test_several_gpus_get_the_searched_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +122,8 @@ def test_memory_of_the_whole_tree_is_seen_and_a_time_limit_ends_it(tmp_path: Pat
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
     process = subprocess.Popen([sys.executable, "-c", parent])
     time.sleep(0.5)
-    family = bench_train.descendants(process.pid)
-    seen = bench_train.watch(process, 4.0)
+    family = watching.descendants(process.pid)
+    seen = watching.watch(process, 4.0)
     assert seen.timed_out
     assert len(family) == 2
     assert 200 << 20 <= seen.host_bytes < 400 << 20
@@ -130,7 +135,7 @@ def test_memory_of_the_whole_tree_is_seen_and_a_time_limit_ends_it(tmp_path: Pat
 
 def test_a_killed_system_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
-    assert not bench_train.watch(process, 60).timed_out
+    assert not watching.watch(process, 60).timed_out
     (tmp_path / "log").write_text("its last words\n")
     error = bench_train.result_of(process, tmp_path / "none", tmp_path / "log", False, 60)["error"]
     assert "killed by SIGKILL, perhaps for lack of memory" in error

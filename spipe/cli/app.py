@@ -27,7 +27,6 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
 app = typer.Typer(
     name="spipe",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -41,6 +40,7 @@ Examples:
   spipe run plan.json --steps 30 -o run
   spipe calibrate run -o hardware.toml
   spipe compare plan.json run --hardware hardware.toml
+  spipe report run -o report.html
 """,
 )
 for _module in (specs, planning, buying, running, validating, plotting, reporting):

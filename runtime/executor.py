@@ -32,6 +32,7 @@ from spipe.runtime.store import NOTES, Store
 
 _SCAN_S = 0.05
 _REMOTE_SCAN_S = 0.001
+_ABORT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,16 @@ class Executor:
         ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.5)
-                if self.flags.get(self.store.layout.abort):
-                    self.handlers.transport.release()
-                    thread.join(5)  # a lane that does not come back (a blocked socket) ends with the process
-                    break
+        give_up = inf
+        while running := [thread for thread in threads if thread.is_alive()]:
+            aborted = self.flags.get(self.store.layout.abort)
+            running[0].join(0.05 if aborted else 0.5)
+            if aborted:
+                # Again and again: what is let go on a device can be followed by another wait.
+                self.handlers.transport.release()
+                give_up = min(give_up, time.monotonic() + _ABORT_S)
+                if time.monotonic() > give_up:
+                    break  # a lane that does not come back (a blocked socket) ends with the process
         if self.flags.get(self.store.layout.abort):
             raise AbortedRunError
 

@@ -31,6 +31,7 @@ from spipe.runtime.store import Store
 from spipe.runtime.transports import choose_transport, make_transport
 
 Report = Callable[[dict[str, Any]], None]
+_LAUNCHING_CORES = 2  # one for the compute lane, one for the copies and messages
 
 
 def run_rank(job: Job, rank: int, rendezvous: KeyValueStore, report: Report, stop: Request | None = None) -> None:
@@ -59,6 +60,12 @@ def run_rank(job: Job, rank: int, rendezvous: KeyValueStore, report: Report, sto
         store.region.close()
     if store.flags.get(store.layout.abort):
         raise RunFailedError(store.first_error() or "the run was aborted")
+
+
+def default_optimizer_threads(device: str, num_ranks: int) -> int:
+    """A rank's share of the cores; less those of the threads that launch kernels, which must never wait for a core."""
+    cores = _native.features()["usable_cores"] // num_ranks
+    return max(1, cores - _LAUNCHING_CORES if device == "cuda" and cores > 2 * _LAUNCHING_CORES else cores)
 
 
 def _open_store(job: Job, rank: int, rendezvous: KeyValueStore) -> Store:
@@ -102,7 +109,7 @@ def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: R
     start_autograd(device.device)
     device.require_memory(memory(plan).ranks[rank], sharers)
     name = choose_transport(job.transport, kind, num_ranks, sharers > 1)
-    threads = plan.optimizer_threads or max(1, _native.features()["usable_cores"] // num_ranks)
+    threads = plan.optimizer_threads or default_optimizer_threads(kind, num_ranks)
     done("device")
     store.region.advise_huge_pages()
     masters = MasterState(plan, rank, store, device.device)

@@ -269,7 +269,7 @@ class _Analysis:
         if kind is Kind.LOAD_STAGE_INPUT:
             stores = [e for e in self.program.dependencies[d] if self.program.kind[e] == Kind.STORE_STAGE_INPUT]
             return [("upstream", max((self.lane_ready[e] for e in stores), default=-math.inf))]
-        if kind is Kind.FETCH:
+        if kind in (Kind.FETCH, Kind.LOAD_TOKENS):  # tokens wait for a barrier, and stand behind weights in the queue
             return [("optimizer", self.lane_carried[d]), ("memory", self.lane_ready[d])]
         if kind is Kind.LOAD_TOKENS:  # behind a barrier
             return [("optimizer", self.lane_carried[d])]

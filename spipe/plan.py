@@ -158,7 +158,8 @@ class Plan(Spec):
     compute_threads: Threads = 1
     """CPU threads of a rank's compute lane (device ``cpu``); results are bitwise equal only for the same number."""
     optimizer_threads: Annotated[int, Field(strict=True, ge=0, le=4096)] = 0
-    """CPU threads of a rank's optimizer; 0: the host's cores shared out over its ranks."""
+    """CPU threads of a rank's optimizer; 0: the host's cores shared out over its ranks, on device ``cuda`` less the two
+    that launch kernels and copies."""
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
     deterministic: bool = False
     """Device ``cuda``: only kernels whose result does not change from run to run; slower."""

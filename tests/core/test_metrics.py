@@ -131,3 +131,14 @@ def test_too_few_steps_are_refused_with_the_number() -> None:
 def test_an_incomplete_step_is_refused() -> None:
     with pytest.raises(SpipeError, match=r"0 of \d+ ops of step 4"):
         analyse(program(), replay(program(), COST, 2), 4)
+
+
+def test_tokens_that_come_after_the_weights_do_not_hide_the_optimizer() -> None:
+    """On a GPU a small copy stands behind the weights' in the queue, and so it ends last after a barrier."""
+    layout = Layout(4, 1, (Stage(0, 4, 0),), (Stage(0, 4, 0),))
+    options = Options(optimizer="sync", barrier=True, bucket_layers=0)
+    program = lower(layout, breadth_first(layout, 2), 2, options)
+    costs = COST | {Kind.STEP: 5.0, Kind.FETCH: 0.25, Kind.LOAD_TOKENS: 0.5}
+    bubbles = analyse(program, replay(program, costs, num_steps=2), 1).total()
+    assert bubbles["optimizer"] == pytest.approx(5.0 * sum(kind == Kind.STEP for kind in program.kind))
+    assert bubbles["host issue"] == pytest.approx(0.5)

@@ -271,8 +271,6 @@ class _Analysis:
             return [("upstream", max((self.lane_ready[e] for e in stores), default=-math.inf))]
         if kind in (Kind.FETCH, Kind.LOAD_TOKENS):  # tokens wait for a barrier, and stand behind weights in the queue
             return [("optimizer", self.lane_carried[d]), ("memory", self.lane_ready[d])]
-        if kind is Kind.LOAD_TOKENS:  # behind a barrier
-            return [("optimizer", self.lane_carried[d])]
         return []
 
     def _settled(self, i: int) -> float:

@@ -95,20 +95,6 @@ def test_causes_sum_to_idleness(cause: str, num_steps: int) -> None:
         assert min(bubbles.values()) >= 0
 
 
-def test_tokens_behind_a_barrier_wait_for_the_optimizer() -> None:
-    layout = Layout(4, 2, (Stage(0, 2, 0), Stage(2, 3, 1)), (Stage(0, 2, 1), Stage(2, 3, 0), Stage(3, 4, 0)))
-    waiting = lower(layout, breadth_first(layout, 2), 2, Options(barrier=True))
-    trace = replay(waiting, {**COST, Kind.STEP: 5.0}, 3)
-    window = analyse(waiting, trace, 2).window_s
-    rows = {trace.names[op]: row for op, row in trace.rows(2).items()}
-    for name, early in (("FETCH F0 b0 v0", 0.1), ("FETCH F0 b1 v0", 0.1), ("LOAD_TOKENS F0 m0", 0.0)):
-        trace.end_s[rows[name]] = trace.start_s[rows["FORWARD F0 m0"]] - early  # the tokens are the last to come
-    barrier_s = trace.end_s[next(row for op, row in trace.rows(1).items() if trace.names[op] == "BARRIER R0")]
-    total = analyse(waiting, trace, 2).total()
-    assert barrier_s > window[0]
-    assert total["optimizer"] >= 2 * (barrier_s - window[0])
-
-
 def test_a_pipeline_alone_has_fill_drain_and_upstream_only() -> None:
     metrics = analyse(program(), replay(program(), COST), 0)
     assert {cause for cause, seconds in metrics.total().items() if seconds} <= {"fill", "drain", "upstream"}

@@ -2,7 +2,7 @@
 # # Your model: from a Hugging Face config to a plan and its cost
 #
 # `spipe` reads the `config.json` of LLaMA-like decoders (Llama, Mistral, Qwen2, Qwen3; dense). No weights are needed to
-# plan. Here a model of 3 B parameters that exists nowhere but in this cell.
+# plan. Here a model of 7 B parameters that exists nowhere but in this cell.
 
 # %%
 # %matplotlib inline
@@ -19,16 +19,16 @@ from spipe.model import load_model
 from spipe.sim import search
 from spipe.timed import TimedStep
 
-folder = Path(tempfile.mkdtemp()) / "my-3b"
+folder = Path(tempfile.mkdtemp()) / "my-7b"
 folder.mkdir()
 config = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 2560,
-    "intermediate_size": 8704,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
     "num_hidden_layers": 32,
-    "num_attention_heads": 20,
-    "num_key_value_heads": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
     "vocab_size": 64000,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
@@ -43,7 +43,7 @@ print(f"{16 * model.num_parameters() / 2**30:.0f} GiB of weights, gradients and 
 # %% [markdown]
 # ## A plan
 #
-# Four RTX 3090 cards of 24 GiB cannot hold that state; it lives in CPU memory. The search looks for stages, cuts,
+# Four RTX 3090 cards of 24 GiB cannot hold that state; most of it lives in CPU memory. The search looks for stages, cuts,
 # microbatches and options, and says how far the result is from what no plan can beat.
 
 # %%

@@ -1,13 +1,18 @@
 """What of the documentation is made by the code: pictures, the command reference, pages that live elsewhere.
 
 python scripts/docs_pages.py            writes docs/generated/, which `mkdocs build` reads and git does not keep
+
+Notebooks become pages with their outputs where `make notebooks NOTEBOOK_FLAGS='--executed build/notebooks'` has left
+them executed, and without outputs elsewhere.
 """
 
+import base64
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import jupytext
 import typer
 
 from spipe import plots
@@ -91,8 +96,34 @@ def copied(source: str) -> str:
     return re.sub(r"\[([^\]]+)\]\((?!https?:|\.\./|#)[^)]+\)", r"\1", text)
 
 
+def notebook(script: Path) -> str:
+    """A notebook as a page; its pictures are written beside the page."""
+    executed = ROOT / "build" / "notebooks" / script.with_suffix(".ipynb").name
+    cells = jupytext.read(executed if executed.exists() else script).cells
+    page = []
+    for number, cell in enumerate(cells):
+        if cell.cell_type == "markdown":
+            page.append(cell.source)
+            continue
+        code = cell.source.removeprefix("%matplotlib inline\n").strip()
+        page.append(f"```python\n{code}\n```")
+        for part, output in enumerate(cell.get("outputs", [])):
+            data = output.get("data", {})
+            if "image/png" in data:
+                picture = f"{script.stem}-{number}-{part}.png"
+                (GENERATED / "notebooks" / picture).write_bytes(base64.b64decode(data["image/png"]))
+                page.append(f"![figure]({picture})")
+            elif text := output.get("text") or data.get("text/plain"):
+                page.append(f"```text\n{text.rstrip()}\n```")
+    if not executed.exists():
+        page.insert(1, "*Not executed for this page: only its code is shown.*")
+    return "\n\n".join(page) + "\n"
+
+
 def main() -> int:
-    GENERATED.mkdir(exist_ok=True)
+    (GENERATED / "notebooks").mkdir(parents=True, exist_ok=True)
+    for script in sorted((ROOT / "notebooks").glob("*.py")):
+        (GENERATED / "notebooks" / f"{script.stem}.md").write_text(notebook(script))
     pictures()
     (GENERATED / "commands.md").write_text(commands())
     for source in ("DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md"):

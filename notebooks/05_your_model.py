@@ -43,8 +43,8 @@ print(f"{16 * model.num_parameters() / 2**30:.0f} GiB of weights, gradients and 
 # %% [markdown]
 # ## A plan
 #
-# Four RTX 3090 cards of 24 GiB cannot hold that state; most of it lives in CPU memory. The search looks for stages, cuts,
-# microbatches and options, and says how far the result is from what no plan can beat.
+# Four RTX 3090 cards of 24 GiB cannot hold that state; most of it lives in CPU memory. The search looks for stages,
+# cuts, microbatches and options, and says how far the result is from what no plan can beat.
 
 # %%
 found = search(

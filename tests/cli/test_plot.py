@@ -190,6 +190,8 @@ def test_bad_input_is_named(
     figure = ("-o", tmp_path / "a.png")
     for arguments, message in (
         ((validation, "-o", tmp_path / "a.gif"), "should end in .png"),
+        ((validation, "-o", "/proc/a.png"), "/proc/a.png: cannot write this file"),
+        ((validation, "-o", tmp_path / "none" / "a.png"), "there is no folder"),
         ((path["list"], *figure), "holds list, not a result"),
         ((path["unknown"], *figure), "not a plan, trace or result that spipe knows (its keys: a)"),
         ((tmp_path / "none.json", *figure), "there is no such file"),

@@ -107,6 +107,7 @@ def test_bad_input_is_named(refused: Refused, run_folder: Path, validation: Path
     (run_folder / "metrics.jsonl").write_text('{"step": 0}\n')
     for arguments, message in (
         ((run_folder, "-o", tmp_path / "r.htm"), "should end in .html"),
+        ((run_folder, "-o", "/proc/r.html"), "/proc/r.html: cannot write this file"),
         ((validation, "-o", tmp_path / "r.html"), "but a report is made from a run folder or a plan"),
         ((tmp_path / "none", "-o", tmp_path / "r.html"), "there is no such file or folder"),
         ((run_folder, "-o", tmp_path / "r.html"), "metrics.jsonl:1: not a row of metrics (KeyError"),

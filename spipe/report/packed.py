@@ -70,10 +70,13 @@ def shown_steps(timed: TimedStep) -> list[int]:
 
 
 def _idle(timed: TimedStep, steps: Sequence[int], origin: float) -> list[list[float]]:
-    """[rank, begin, end, number of the cause] of complete steps."""
+    """[rank, begin, end, number of the cause] of complete steps.
+
+    The first step of a trace, whose window is not the distance of two verdicts, would overlap the next one.
+    """
     counts = Counter(timed.trace.step)
     numbers = {cause: number for number, cause in enumerate(CAUSE_COLOURS)}
-    whole = [step for step in steps if counts[step] == len(timed.program)]
+    whole = [step for step in steps if counts[step] == len(timed.program) and step - 1 in counts]
     if timed.program.options.optimizer == "stale":
         whole = whole[:-1]
     found = []

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,9 @@ def test_a_run(command: Command, run_folder: Path, tmp_path: Path) -> None:
     free = sum(trace.names[i].startswith("FREE") for i in trace.op)
     assert data["first"][-1] == len(trace) - free
     assert data["left_out"] == 0
+    for rank in (0, 1):
+        idle = sorted((begin, end) for at, begin, end, _ in data["idle"] if at == rank)
+        assert all(first[1] <= second[0] + 1e-9 for first, second in pairwise(idle))
     assert "exists; give another name" in command("report", run_folder, "-o", tmp_path / "r.html").err
 
 

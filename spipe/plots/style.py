@@ -23,7 +23,7 @@ GROUP_COLOURS = {
     "forward": BLUE,
     "recompute": SKY,
     "backward": GREEN,
-    "weight gradient": "#66C2A5",
+    "weight gradient": "#2E6B3A",
     "weights": AMBER,
     "gradients": ORANGE,
     "activations": PURPLE,

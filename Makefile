@@ -9,7 +9,7 @@ BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/
 CPP_FILES := $(wildcard native/*.cpp native/*.hpp)
 NOTEBOOKS := $(wildcard notebooks/*.py)
 
-.PHONY: help setup demo test test-all lint format notebooks sanitize sanitize-address sanitize-thread wheel clean
+.PHONY: help setup demo test test-all test-docs lint format notebooks docs sanitize sanitize-address sanitize-thread wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -19,7 +19,7 @@ setup: $(INSTALLED)  ## set up .venv: dependencies, tools and the compiled exten
 $(INSTALLED): $(BUILD_INPUTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "spipe needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,docs]'
 	@touch $@
 
 demo: $(INSTALLED)  ## search, train, calibrate and predict on this machine's CPU, in a few minutes
@@ -44,6 +44,13 @@ format: $(INSTALLED)  ## rewrite Python and C++ files in the project's format
 
 notebooks: $(INSTALLED)  ## execute the notebooks and refresh their .ipynb
 	$(BIN)/python scripts/execute_notebooks.py $(NOTEBOOK_FLAGS) $(NOTEBOOKS)
+
+docs: $(INSTALLED)  ## build the documentation into build/site, without warnings
+	$(BIN)/python scripts/docs_pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+test-docs: $(INSTALLED)  ## run every page of the documentation, all figures, and the report in a browser if there is one
+	$(BIN)/python -m pytest -m 'not gpu' tests/cli/test_docs.py tests/cli/test_plot.py tests/cli/test_report.py
 
 sanitize: sanitize-address sanitize-thread  ## the native tests under the address, undefined-behaviour and thread sanitizers
 

@@ -17,7 +17,9 @@ from spipe.metrics import CAUSES
 from spipe.model import load_model
 from spipe.ops import COMPUTE, Kind
 from spipe.plan import make_plan
+from spipe.plots.style import CAUSE_COLOURS, GROUP_COLOURS
 from spipe.sim import Simulation, simulate
+from spipe.timed import GROUP_OF
 
 MODEL = load_model("10b")
 # name on the page -> (schedule, forward stages per rank, backward stages per rank)
@@ -88,7 +90,7 @@ for name, units in expected.items():
 # and the whole step is one ring without a gap but the ramps.
 
 # %%
-COLOURS = {Kind.FORWARD: "#4c9be8", Kind.RECOMPUTE: "#b7c9d9", Kind.BACKWARD: "#58a55c"}
+COLOURS = {kind: GROUP_COLOURS[GROUP_OF[kind]] for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)}
 
 
 def draw(axis: plt.Axes, simulation: Simulation) -> None:
@@ -135,12 +137,11 @@ gallery(ideal, "An ideal machine")
 def breakdown(simulations: dict[str, Simulation], title: str) -> None:
     """Idle time of a step as a stacked bar per system, averaged over the ranks."""
     _figure, axis = plt.subplots(figsize=(10, 4), layout="constrained")
-    palette = plt.get_cmap("tab10")
     left = [0.0] * len(simulations)
-    for number, cause in enumerate(CAUSES):
+    for cause in CAUSES:
         widths = [simulation.bubbles.total()[cause] / NUM_RANKS for simulation in simulations.values()]
         if any(widths):
-            axis.barh(list(simulations), widths, left=left, color=palette(number), label=cause)
+            axis.barh(list(simulations), widths, left=left, color=CAUSE_COLOURS[cause], label=cause)
             left = [a + b for a, b in zip(left, widths, strict=True)]
     for position, (simulation, idle_s) in enumerate(zip(simulations.values(), left, strict=True)):
         axis.text(idle_s, position, f"  {idle_s / simulation.step_s:.0%} of the step", va="center", fontsize=9)

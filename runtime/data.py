@@ -264,7 +264,9 @@ def load_tokenizer(path: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise SpipeError(f"{file}: reading a tokenizer needs the package tokenizers: pip install tokenizers") from None
+        raise SpipeError(
+            f"{file}: reading a tokenizer needs the package tokenizers, of the extra train: pip install tokenizers"
+        ) from None
     if not file.is_file():
         raise SpipeError(f"{file}: there is no such file; give a tokenizer.json or the folder that holds it")
     try:

@@ -114,6 +114,7 @@ def run(folder: Path | None, to: "Console", say: Say) -> dict[str, Any]:
     }
     (folder / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
     to.print(f"\nEverything is in {folder}/; traces open at ui.perfetto.dev. {result['elapsed_s']:.0f} s in all.")
+    to.print(f"To look at the training run: spipe report {folder}/run -o report.html", soft_wrap=True)
     return result
 
 

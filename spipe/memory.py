@@ -6,7 +6,7 @@ gradient or stage input has its place from the moment its receive may be posted.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -103,11 +103,13 @@ def layer_bytes(model: Model, layer: int, element_bytes: int, *, trained: bool =
 
 def memory(plan: "Plan", *, evaluates: bool = False) -> MemoryReport:
     """The plan's memory on its own hardware; ``evaluates``: with what evaluations between steps need."""
-    return _Account(plan, evaluates).report()
+    return MemoryAccount(plan, evaluates).report()
 
 
-class _Account:
-    def __init__(self, plan: "Plan", evaluates: bool) -> None:
+class MemoryAccount:
+    """The account of one plan, item by item."""
+
+    def __init__(self, plan: "Plan", evaluates: bool = False) -> None:
         from spipe.plan import ELEMENT_BYTES
 
         self.evaluation_batches = -(-EVALUATION_BATCHES // plan.layout.num_ranks) if evaluates else 0
@@ -222,7 +224,11 @@ class _Account:
         return layers + self.evaluation_batches * self.boundary
 
     def working_set(self, rank: int) -> int:
-        """The most that a rank's compute ops have in use at a time: what lives from one to another, and their own.
+        """The most that a rank's compute ops have in use at a time: what lives from one to another, and their own."""
+        return max((during for _, during, _ in self.working_sets(rank)), default=0)
+
+    def working_sets(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """For each FORWARD and BACKWARD of a rank in order: the op, bytes in use during it, and from its end on.
 
         Boundaries live from the FORWARD that makes them to the FORWARD of the next stage and, as stage inputs, to the
         end of the BACKWARD that starts from them; gradients from one BACKWARD to the next. All of that only where maker
@@ -244,7 +250,6 @@ class _Account:
             made[k] = list(readers.values())
         alive: dict[tuple[int, int, int], set[tuple[str, int]]] = {}  # (stage number, output, microbatch) -> readers
         readers_of: dict[tuple[str, int, int], list[tuple[int, int, int]]] = defaultdict(list)
-        most = 0
         for i in self.ops[rank]:
             kind = program.kind[i]
             if kind not in (Kind.FORWARD, Kind.BACKWARD):
@@ -258,7 +263,7 @@ class _Account:
                 own = self.total(self.saved, layers) + max(self.in_backward[x] for x in layers)
                 below = k > 0 and layout.backward[k - 1].rank == rank
                 me, outputs = ("B", k), [{("B", k - 1)}] if below else []
-            most = max(most, len(alive) * self.boundary + own)
+            during = len(alive) * self.boundary + own
             for number, readers_left in enumerate(outputs):
                 alive[stage_number, number, m] = set(readers_left)
                 for reader in readers_left:
@@ -267,7 +272,7 @@ class _Account:
                 alive[key].discard(me)
                 if not alive[key]:
                     del alive[key]
-        return most
+            yield i, during, len(alive) * self.boundary
 
     def saved_by_forwards(self, rank: int) -> int:
         """Without recompute: the most that forwards have saved and no backward has used up, at any time."""

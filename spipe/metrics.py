@@ -16,6 +16,7 @@ stage input received or loaded            ``upstream`` until it was produced, th
 weights                                   ``optimizer`` (or ``memory``) until their step was settled (or a slot was
                                           free), then ``weight fetch``
 gradient slab still on its way            ``gradient push``
+tokens                                    ``optimizer`` until the barrier was passed, then ``host issue``
 send slot                                 ``memory`` until the peer had room, then ``transfer``
 nothing was late                          ``host issue``
 after a rank's last compute               ``drain`` until the last compute anywhere, then ``gradient push`` until the
@@ -25,7 +26,8 @@ after a rank's last compute               ``drain`` until the last compute anywh
 """
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
@@ -57,12 +59,14 @@ class StepMetrics:
         busy_s: per rank, time its compute lane computed.
         bubbles: per rank, cause -> idle seconds; they sum to the window less ``busy_s``.
         gpu_time_s: first FETCH to last OFFLOAD_GRAD.
+        idle: per rank, the idle intervals as (start, end, cause), in order.
     """
 
     window_s: tuple[float, float]
     busy_s: tuple[float, ...]
     bubbles: tuple[dict[str, float], ...]
     gpu_time_s: float
+    idle: tuple[tuple[tuple[float, float, str], ...], ...] = ()
 
     @property
     def duration_s(self) -> float:
@@ -102,6 +106,29 @@ def median_step_s(program: Program, trace: Trace, warmup: int = WARM_UP_STEPS) -
             "warm-up steps"
         )
     return median(times)
+
+
+def typical_step(program: Program, trace: Trace, warmup: int = WARM_UP_STEPS) -> int:
+    """The complete step whose time is nearest to the median: after the warm-up, if the trace has such steps.
+
+    Raises:
+        SpipeError: if no step has all ops of the program.
+    """
+    counts = Counter(trace.step)
+    whole = [step for step in sorted(counts) if counts[step] == len(program)]
+    if not whole:
+        raise SpipeError(
+            f"no step of the trace is complete: it has {len(trace)} timed ops, and a step {len(program)}; run or "
+            "simulate the plan again to make a new one"
+        )
+    if program.options.optimizer == "stale" and len(whole) > 1:
+        whole = whole[:-1]  # what overlaps its end is not there
+    times = {step: seconds for step, seconds in step_times(program, trace).items() if step in whole}
+    settled = {step: seconds for step, seconds in times.items() if step >= warmup} or times
+    if not settled:
+        return whole[-1]
+    middle = median(settled.values())
+    return min(settled, key=lambda step: (abs(settled[step] - middle), step))
 
 
 def analyse(program: Program, trace: Trace, step: int) -> StepMetrics:
@@ -172,11 +199,12 @@ class _Analysis:
         lead_in = list(self._causes(first, begin, first_compute))
         verdict = max(self.end[i] for i, kind in enumerate(self.program.kind) if kind == Kind.VALIDATE)
         ends = (("drain", last_compute), ("gradient push", last_offload), ("transfer", verdict), ("optimizer", finish))
-        busy, bubbles = [], []
+        busy, bubbles, idle = [], [], []
         for rank, lane in enumerate(self.lanes):
             parts: dict[str, list[float]] = {cause: [] for cause in CAUSES}
             for cause, seconds in lead_in:
                 parts[cause].append(seconds)
+            idle.append(list(_intervals(begin, lead_in)))
             at = first_compute
             total = 0.0
             ops = [(self, i) for i in lane] + ([(self.next, i) for i in self.next.lanes[rank]] if self.next else [])
@@ -184,7 +212,8 @@ class _Analysis:
                 start, end = (min(max(time, at), finish) for time in (of_step.start[i], of_step.end[i]))
                 if start > at:
                     fill = position == 0 and not self.overlapping
-                    pieces = [("fill", start - at)] if fill else of_step._causes(i, at, start)
+                    pieces = [("fill", start - at)] if fill else list(of_step._causes(i, at, start))
+                    idle[rank].extend(_intervals(at, pieces))
                     for cause, seconds in pieces:
                         parts[cause].append(seconds)
                 total += end - start
@@ -193,11 +222,14 @@ class _Analysis:
                 until = min(until, finish)
                 if until > at:
                     parts[cause].append(until - at)
+                    idle[rank].append((at, until, cause))
                     at = until
             busy.append(total)
             bubbles.append({cause: math.fsum(seconds) for cause, seconds in parts.items()})
         fetches = [self.start[i] for i, kind in enumerate(self.program.kind) if kind == Kind.FETCH]
-        return StepMetrics(self.window, tuple(busy), tuple(bubbles), last_offload - min(fetches))
+        return StepMetrics(
+            self.window, tuple(busy), tuple(bubbles), last_offload - min(fetches), tuple(map(tuple, idle))
+        )
 
     def _causes(self, i: int, begin: float, end: float) -> Iterator[tuple[str, float]]:
         """Pieces (cause, seconds) of the idle interval before compute op ``i``; they sum to its length."""
@@ -243,6 +275,12 @@ class _Analysis:
 
     def _settled(self, i: int) -> float:
         return max(self.lane_ready[i], self.lane_carried[i])
+
+
+def _intervals(at: float, pieces: Iterable[tuple[str, float]]) -> Iterator[tuple[float, float, str]]:
+    for cause, seconds in pieces:
+        yield at, at + seconds, cause
+        at += seconds
 
 
 def _pieces(begin: float, end: float, chain: list[tuple[str, float]]) -> Iterator[tuple[str, float]]:

@@ -264,6 +264,11 @@ class Plan(Spec):
             raise SpipeError(f"{path}: cannot read the plan ({error.strerror})") from None
         except (ValueError, RecursionError) as error:
             raise SpipeError(f"{path}: not JSON ({error}); make a plan with `spipe search`") from None
+        return cls.of_json(data, str(path))
+
+    @classmethod
+    def of_json(cls, data: Any, path: str) -> "Plan":
+        """The plan that a JSON value describes; ``path`` is what messages call it. Raises SpipeError as `load`."""
         if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
             version = data.get("schema_version") if isinstance(data, dict) else None
             raise SpipeError(

@@ -26,14 +26,14 @@ def part_of(module: str) -> str:
     name = module.split(".")[1] if "." in module else ""
     if name in ("sim", "runtime"):
         return name
-    return "command line" if name in ("cli", "demo", "show", "show_measured", "tune", "__main__") else "core"
+    command_line = ("cli", "demo", "show", "show_measured", "tune", "plots", "report", "__main__")
+    return "command line" if name in command_line else "core"
 
 
 def source_files() -> list[Path]:
     return [
         *sorted((ROOT / "spipe").glob("*.py")),
-        *sorted((ROOT / "spipe" / "cli").glob("*.py")),
-        *sorted((ROOT / "spipe" / "lower").glob("*.py")),
+        *(file for part in ("cli", "plots", "report", "lower") for file in sorted((ROOT / "spipe" / part).glob("*.py"))),
         *sorted((ROOT / "sim").rglob("*.py")),
         *sorted((ROOT / "runtime").rglob("*.py")),
     ]

@@ -12,6 +12,7 @@ from spipe.cli import (
     planning,
     plotting,
     profiling,
+    reporting,
     running,
     specs,
     training,
@@ -38,7 +39,6 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
 app = typer.Typer(
     name="spipe",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -54,8 +54,12 @@ Examples:
   spipe calibrate run -o hardware.toml
   spipe compare plan.json run --hardware hardware.toml
   spipe tune --plan plan.json -o tuned        plan, run, calibrate, plan again
+  spipe report run -o report.html
 """,
 )
-for _module in (specs, profiling, planning, buying, training, running, calibrating, tuning, validating, plotting):
+_MODULES = (
+    specs, profiling, planning, buying, training, running, calibrating, tuning, validating, plotting, reporting,
+)  # fmt: skip
+for _module in _MODULES:
     for _command in _module.COMMANDS:
         app.command()(_interruptible(_command))

@@ -80,8 +80,8 @@ def whatif(
     from spipe import plots
     from spipe.sim.whatif import UPGRADES, most_helpful, what_if
 
-    if figure is not None and figure.suffix not in plots.SUFFIXES:
-        raise SpipeError(f"{figure}: a figure's name should end in {', '.join(plots.SUFFIXES)}")
+    if figure is not None:
+        plots.check_suffix(figure)
     known = [known.name for known in UPGRADES]
     for name in upgrade or ():
         if name not in (*known, "none"):

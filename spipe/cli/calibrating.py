@@ -121,8 +121,8 @@ def compare(
     from spipe.timelines import save_together
 
     output = Output(json_file, force, (trace_file, figure))
-    if figure is not None and figure.suffix not in plots.SUFFIXES:
-        raise SpipeError(f"{figure}: a figure's name should end in {', '.join(plots.SUFFIXES)}")
+    if figure is not None:
+        plots.check_suffix(figure)
     chosen = load_plan(plan)
     override = load_override(hardware) or chosen.hardware
     run_plan, trace = load_run(run_folder)

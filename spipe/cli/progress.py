@@ -97,7 +97,9 @@ def _tensorboard(folder: Path) -> Iterator[Log]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise SpipeError("--tensorboard needs the package tensorboard: pip install tensorboard") from None
+        raise SpipeError(
+            "--tensorboard needs the package tensorboard, of the extra train: pip install tensorboard"
+        ) from None
     progress(f"tensorboard --logdir {folder}")
     writer: Any = SummaryWriter(folder)
 

@@ -89,7 +89,21 @@ def doctor(json_file: JsonFile = None, force: Force = False) -> None:
         "platform": platform.platform(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
-    for package in ("torch", "triton", "simpy", "numpy", "mpi4py"):
+    for package in (
+        "torch",
+        "triton",
+        "simpy",
+        "numpy",
+        "pandas",
+        "matplotlib",
+        "pydantic",
+        "typer",
+        "rich",
+        "mpi4py",
+        "tokenizers",
+        "transformers",
+        "tensorboard",
+    ):
         try:
             facts[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -11,7 +11,8 @@ import pytest
 from spipe.cli import main
 from spipe.hardware import load_hardware
 from spipe.model import MODELS
-from spipe.plan import make_plan
+from spipe.plan import Plan, make_plan
+from spipe.sim import simulate
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,34 @@ def edited_plan(plan_file: Path) -> Callable[[Callable[[Any], None]], Path]:
         return plan_file
 
     return edit
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, plan_file: Path) -> Path:
+    """A folder as `spipe run` leaves it; the times are a simulation's."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    plan = Plan.load(plan_file)
+    plan.save(folder / "plan.json")
+    trace = simulate(plan, num_steps=6).trace
+    trace.source = "measured"
+    trace.save(folder / "trace.json")
+    return folder
+
+
+ROW = {
+    "cluster": "spipe-v100",
+    "system": "SPipe",
+    "used_for": "judge",
+    "measured_ms": 8171.0,
+    "predicted_ms": 8215.0,
+}
+
+
+@pytest.fixture
+def validation(tmp_path: Path) -> Path:
+    path = tmp_path / "v.json"
+    path.write_text(
+        json.dumps({"rows": [ROW, {**ROW, "used_for": "fit", "measured_ms": 12707.0}], "order_agreement": {}})
+    )
+    return path

@@ -398,3 +398,28 @@ def test_folders_without_a_run(refused: Refused, plan_file: Path, tmp_path: Path
     (tmp_path / "empty").mkdir()
     assert "there is no such folder" in refused(*use(tmp_path / "nowhere"))
     assert "holds no finished run" in refused(*use(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "message"),
+    [
+        ("mpi4py", ["search", "--model", "tiny", "--hardware", "laptop", "--global-batch", "4", "--mpi"], "extra mpi"),
+        (
+            "tokenizers",
+            ["run", "PLAN", "--steps", "1", "-o", "out", "--tokenizer", "TEXT", "--data", "TEXT"],
+            "extra train",
+        ),
+        ("torch.utils.tensorboard", ["run", "PLAN", "--steps", "1", "-o", "out", "--tensorboard"], "extra train"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(
+    refused: Refused, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    module: str, arguments: list[str], message: str,
+) -> None:  # fmt: skip
+    text = tmp_path / "text"
+    text.write_text("word " * 200)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)
+    words = [{"PLAN": plan_file, "TEXT": text}.get(word, word) for word in arguments]
+    assert message in refused(*words, *(["--sequence", "32"] if words[0] == "search" else []))
+    assert not (tmp_path / "out").exists()

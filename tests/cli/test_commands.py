@@ -166,3 +166,8 @@ def test_interrupt_ends_with_130() -> None:
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err
+
+
+def test_completion_of_the_shell(tmp_path: Path) -> None:
+    done = spipe(_SPIPE_COMPLETE="complete_bash", COMP_WORDS="spipe sim", COMP_CWORD="1")
+    assert done.stdout.split() == ["simulate"]

@@ -1,0 +1,47 @@
+"""Throughput over the number of accelerators."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from spipe.errors import SpipeError
+from spipe.plots.style import GREY, MARKERS, SERIES, new_figure, style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def scaling(series: Mapping[str, Sequence[tuple[int, float]]]) -> "Figure":
+    """Curves by name: points of (accelerators, tokens per second), each with the line of perfect scaling.
+
+    Raises:
+        SpipeError: if there is no point.
+    """
+    curves = {name: sorted(points) for name, points in series.items() if points}
+    if not curves:
+        raise SpipeError("no point to plot; give plans or results of `spipe search --json`")
+    counts = sorted({count for points in curves.values() for count, _ in points})
+    with style():
+        figure = new_figure(9.6, 4.2)
+        speed, share = figure.subplots(1, 2)
+        for number, (name, points) in enumerate(curves.items()):
+            colour, marker = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
+            first, base = points[0]
+            x = [count for count, _ in points]
+            speed.plot(x, [value for _, value in points], color=colour, marker=marker, markersize=5, label=name)
+            speed.plot(x, [base * count / first for count in x], color=colour, linestyle=":", linewidth=1)
+            share.plot(x, [100 * value * first / (base * count) for count, value in points], color=colour,
+                       marker=marker, markersize=5, label=name)  # fmt: skip
+        share.axhline(100, color=GREY, linestyle=":", linewidth=1)
+        for axes in (speed, share):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(counts, [str(count) for count in counts])
+            axes.set_xticks([], minor=True)
+            axes.set_xlabel("accelerators")
+            axes.set_ylim(bottom=0)
+            axes.margins(x=0.06)
+        speed.set(ylabel="tokens per second", title="Throughput (dotted: perfect scaling)")
+        share.set(ylabel="of perfect scaling (%)", title="Efficiency, against the fewest accelerators")
+        share.set_ylim(0, max(110.0, share.get_ylim()[1]))
+        speed.yaxis.set_major_formatter("{x:,.0f}")
+        speed.legend(loc="upper left")
+    return figure

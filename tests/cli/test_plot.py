@@ -1,0 +1,252 @@
+"""Figures: every kind is drawn, deterministic, from what it should be; anything else is refused with a reason."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spipe import plots
+from spipe.cli.plotting import KINDS
+from spipe.hardware import load_hardware
+from spipe.memory import memory
+from spipe.model import MODELS
+from spipe.occupancy import WORKSPACES, occupancy
+from spipe.plan import Plan, make_plan
+from spipe.plots.timeline import COLUMNS, boxes_of, covered
+from spipe.sim import calibrate, simulate
+from spipe.timed import TimedStep
+from spipe.trace import Trace
+
+from .conftest import Command
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def simulation(tmp_path: Path) -> Path:
+    path = tmp_path / "s.json"
+    result = {
+        "busy_s": [1.0, 1.0],
+        "idle_s": 1.0,
+        "bubbles": {"fill": 0.25, "drain": 0.75},
+        "predicted": {"step_s": 1.5},
+    }
+    path.write_text(json.dumps(result))
+    return path
+
+
+def drawn(command: Command, *arguments: object) -> None:
+    result = command("plot", *arguments)
+    assert (result.code, result.out) == (0, ""), result.err
+
+
+@pytest.mark.parametrize(
+    "suffix", ["png", pytest.param("svg", marks=pytest.mark.slow), pytest.param("pdf", marks=pytest.mark.slow)]
+)
+def test_the_same_data_give_the_same_bytes(
+    command: Command, validation: Path, run_folder: Path, tmp_path: Path, suffix: str
+) -> None:
+    for made_from in (validation, run_folder):
+        figure = tmp_path / f"{made_from.stem}.{suffix}"
+        drawn(command, made_from, "-o", figure)
+        first = figure.read_bytes()
+        assert len(first) > 1000
+        assert "exists; give another name" in command("plot", made_from, "-o", figure).err
+        drawn(command, made_from, "-o", figure, "--force")
+        assert figure.read_bytes() == first
+
+
+def test_every_kind_is_drawn(
+    command: Command, validation: Path, simulation: Path, run_folder: Path, plan_file: Path, tmp_path: Path
+) -> None:
+    plan = Plan.load(plan_file)
+    measured = Trace.load(run_folder / "trace.json")
+    fitted = calibrate([(plan, measured)], plan.hardware)
+    found = {"schedule": "spipe", "rank_bytes": 1 << 30, "host_bytes": 1 << 31, "step_s": 0.5}
+    row = {"model": "m", "offer": "o", "upgrade": "", "tokens_per_s": 10.0, "feasible": True,
+           "rent_dollars_per_billion_tokens": 1.0}  # fmt: skip
+    case = {"count": 10**6, "bytes_per_s": 1e10, "ratio_to_same_streams": 0.9, "ratio_to_triad": 1.1}
+    results: dict[str, Any] = {
+        "front": {"plan": {}, "candidates": [found, {**found, "step_s": 0.7}], "front": [found], "lower_bound_s": 0.4},
+        "residuals": fitted.to_json(),
+        "whatif": {"rows": [row, {**row, "upgrade": "dram", "tokens_per_s": 12.0}], "helps": []},
+        "adam": {"cases": [{**case, "threads": 1}, {**case, "threads": 2}], "settling": {}},
+    }
+    inputs: dict[str, list[Path]] = {
+        "timeline": [run_folder],
+        "idle": [simulation, run_folder, plan_file],
+        "memory": [plan_file],
+        "errors": [run_folder],
+        "predicted": [validation],
+        "scaling": [plan_file, run_folder],
+        "ablation": [plan_file, run_folder],
+    }
+    for name, data in results.items():
+        inputs[name] = [tmp_path / f"{name}.json"]
+        inputs[name][0].write_text(json.dumps(data))
+    assert set(inputs) == set(KINDS)
+    for kind, paths in inputs.items():
+        drawn(command, kind, *paths, "-o", tmp_path / f"{kind}.svg")
+        text = (tmp_path / f"{kind}.svg").read_text()
+        assert len(text) > 5000
+    for name in ("front", "residuals", "whatif", "adam"):  # known without being told
+        drawn(command, *inputs[name], "-o", tmp_path / f"{name}.svg", "--force")
+
+
+def texts(figure: Any) -> set[str]:
+    """All words of a figure."""
+    from matplotlib.text import Text
+
+    return {text.get_text() for text in figure.findobj(Text) if text.get_text()}
+
+
+def test_the_timeline_shows_lanes_ops_and_causes(run_folder: Path) -> None:
+    timed = TimedStep.of_run(run_folder)
+    words = texts(plots.timeline(timed))
+    assert {"rank 0  compute", "rank 1  compute", "CPU optimizer", "messages, rank 1", "forward", "drain"} <= words
+    assert any(re.search(r"measured step \d, .* % busy", word) for word in words)
+    assert "CPU optimizer" not in texts(plots.timeline(timed, lanes="compute"))
+    assert "rank 1  compute" not in texts(plots.timeline(timed, ranks=[0]))
+    begin, end = timed.metrics().window_s
+    boxes = boxes_of(timed, begin, end)
+    for rank, busy in enumerate(timed.metrics().busy_s):
+        assert sum(box.end - box.start for box in boxes[rank, "compute"]) == pytest.approx(busy)
+
+
+def test_idle_intervals_are_the_gaps_of_the_compute_lane(run_folder: Path) -> None:
+    metrics = TimedStep.of_run(run_folder).metrics()
+    for idle, causes in zip(metrics.idle, metrics.bubbles, strict=True):
+        for cause, seconds in causes.items():
+            assert sum(end - begin for begin, end, why in idle if why == cause) == pytest.approx(seconds, abs=1e-12)
+        assert all(first[1] <= second[0] + 1e-12 for first, second in pairwise(idle))
+
+
+def test_aggregated_slices_keep_the_time() -> None:
+    random = np.random.default_rng(0)
+    starts = np.sort(random.uniform(0, 9, 5000))
+    ends = starts + random.exponential(0.0005, 5000)
+    share = covered(starts, ends, 10.0)
+    assert share.shape == (COLUMNS,)
+    assert share.sum() * 10.0 / COLUMNS == pytest.approx((ends - starts).sum())
+    assert covered(np.array([2.5]), np.array([7.5]), 10.0).max() == pytest.approx(1.0)
+
+
+@pytest.mark.slow
+def test_thousands_of_ops_make_a_small_figure(tmp_path: Path) -> None:
+    plan = make_plan(
+        MODELS["tiny"], load_hardware("v100x4"), forward_stages=1, backward_stages=2, global_batch=384,
+        microbatch_size=1, sequence=128, precision="fp16",
+    )  # fmt: skip
+    simulation = simulate(plan, num_steps=1)
+    assert len(simulation.program) > 10_000
+    plots.save(plots.timeline(TimedStep.of("many", plan, simulation.trace, 0)), tmp_path / "many.svg")
+    assert (tmp_path / "many.svg").stat().st_size < 4e6
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"stage_input_route": "host"}, {"device_layers": 2}, {"recompute": "never"}, {"weight_slots": None}]
+)
+def test_memory_in_use_stays_below_what_is_planned(options: dict[str, Any]) -> None:
+    schedule, stages = ("gpipe", (1, 1)) if options.get("recompute") else ("spipe", (2, 4))
+    plan = make_plan(
+        MODELS["tiny"], load_hardware("v100x4"), num_ranks=2, schedule=schedule, forward_stages=stages[0],
+        backward_stages=stages[1], global_batch=8, microbatch_size=2,
+        sequence=64, precision="fp16", options=options,
+    )  # fmt: skip
+    simulation = simulate(plan)
+    used = occupancy(TimedStep.of("plan", plan, simulation.trace, simulation.last_step))
+    report = memory(plan)
+    for items, planned in zip(used.ranks, report.rank_bytes, strict=True):
+        in_use, constant = sum(items.values()), items[WORKSPACES].max()
+        assert items["activations and temporaries"].max() > 0
+        assert in_use.min() >= 0
+        assert 0.3 * (planned - constant) < in_use.max() - constant <= planned - constant
+    for items, planned in zip(used.hosts, report.host_bytes, strict=True):
+        assert 0 < sum(items.values()).max() <= planned
+
+
+def test_bad_input_is_named(
+    refused: Refused, validation: Path, simulation: Path, run_folder: Path, tmp_path: Path
+) -> None:
+    files = {
+        "list": "[]",
+        "unknown": '{"a": 1}',
+        "empty": '{"rows": [], "order_agreement": {}}',
+        "foreign": '{"traceEvents": []}',
+        "cut": '{"traceEvents": [',
+        "half": '{"fits": [{"what": "x"}], "runs": []}',
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    path = {name: tmp_path / f"{name}.json" for name in files}
+    (tmp_path / "folder").mkdir()
+    figure = ("-o", tmp_path / "a.png")
+    for arguments, message in (
+        ((validation, "-o", tmp_path / "a.gif"), "should end in .png"),
+        ((validation, "-o", "/proc/a.png"), "/proc/a.png: cannot write this file"),
+        ((validation, "-o", tmp_path / "none" / "a.png"), "there is no folder"),
+        ((path["list"], *figure), "holds list, not a result"),
+        ((path["unknown"], *figure), "not a plan, trace or result that spipe knows (its keys: a)"),
+        ((tmp_path / "none.json", *figure), "there is no such file"),
+        (("predicted", validation, simulation, *figure), "is drawn from one input, 2 were given"),
+        (("idle", simulation, simulation, *figure), "two inputs are called s"),
+        ((path["empty"], *figure), "nothing to plot"),
+        ((path["foreign"], *figure), "not a spipe trace"),
+        ((path["cut"], *figure), "not a readable JSON file"),
+        ((path["half"], *figure), "missing or wrong fields (KeyError"),
+        ((tmp_path / "folder", *figure), "holds no finished run"),
+        (("timelime", run_folder, *figure), "nearest: timeline"),
+        (("front", validation, *figure), "is a result of `spipe validate --json`, but front is made from a result of"),
+        (("timeline", *figure), "nothing to draw from; give RUNDIR or PLAN"),
+        (("timeline", run_folder, "--step", "99", *figure), "the trace has no step 99; it has 0 to 5"),
+        (("timeline", run_folder, "--window", "1", *figure), "should be A:B in milliseconds"),
+        (("timeline", run_folder, "--window", "9e9:9e10", *figure), "should lie within the step"),
+        (("timeline", run_folder, "--ranks", "7", *figure), "rank 7 is not in the plan; it has 0 to 1"),
+        (("timeline", run_folder, "--lanes", "none", *figure), "should be all or compute"),
+    ):
+        assert message in refused("plot", *arguments)
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_traces_that_are_empty_partial_or_of_another_plan(refused: Refused, run_folder: Path, tmp_path: Path) -> None:
+    whole = Trace.load(run_folder / "trace.json")
+    for change, message in (
+        ("empty", "the trace is empty"),
+        ("partial", "no step of the trace is complete"),
+        ("other", "it belongs to another plan"),
+    ):
+        trace = Trace("measured", whole.names, whole.ranks, whole.lanes)
+        if change == "partial":
+            for row in range(5):
+                trace.add(0, whole.op[row], whole.ready_s[row], whole.start_s[row], whole.end_s[row])
+        if change == "other":
+            trace.names = [name.replace(" m", " m1") for name in whole.names]
+        trace.save(run_folder / "trace.json")
+        for kind in ("timeline", "memory", "idle", "errors"):
+            assert message in refused("plot", kind, run_folder, "-o", tmp_path / "a.png")
+
+
+def test_without_matplotlib_the_message_says_what_to_install(run_folder: Path, tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.modules["matplotlib"] = None
+from spipe.cli import main
+main(["plot", {str(run_folder)!r}, "-o", {str(tmp_path / "a.png")!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, "pip install matplotlib" in done.stderr) == (2, True), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_figures_need_no_display(run_folder: Path, tmp_path: Path) -> None:
+    environment = {"PATH": "/usr/bin", "MPLBACKEND": "TkAgg", "PYTHONPATH": ":".join(sys.path), "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "spipe", "plot", str(run_folder), "-o", str(tmp_path / "a.png")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr

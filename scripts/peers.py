@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from spipe.model import ModelSpec
 from spipe.plan import Plan
 from spipe.runtime import layers as our_layers
-from spipe.runtime.data import Corpus, Feed
+from spipe.runtime.data import Corpus, TokenFeed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CORES = len(os.sched_getaffinity(0))
@@ -68,8 +68,8 @@ class Work:
         return self.plan.hardware.device == "cuda"
 
     @cached_property
-    def feed(self) -> Feed:
-        return Feed(self.plan, Corpus.load(self.data))
+    def feed(self) -> TokenFeed:
+        return TokenFeed(self.plan, Corpus.load(self.data))
 
     def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
         """Tokens and labels of one microbatch, both (b, s): the same for every system."""

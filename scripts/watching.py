@@ -34,14 +34,14 @@ def watch(process: subprocess.Popen[Any], limit_s: float) -> Seen:
     """
     seen, deadline = Seen(), time.monotonic() + limit_s
     available, gpu_before = available_memory(), gpu_memory()
-    added_up = 0
+    added_up: int | None = None
     try:
         while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(SAMPLE_S)
             taken = available - available_memory()
             seen.host_taken_bytes = max(seen.host_taken_bytes, taken)
-            if taken > 1.01 * added_up + GROWTH_BYTES:
+            if added_up is None or taken > 1.01 * added_up + GROWTH_BYTES:
                 added_up = taken
                 seen.host_bytes = max(seen.host_bytes, sum(map(pss, descendants(process.pid))))
             used = [now - before for now, before in zip(gpu_memory(), gpu_before, strict=True)]

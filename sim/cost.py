@@ -174,7 +174,7 @@ class CostModel:
         block = self._roofline_s("block", pass_name)
         return self._roofline_s(kind, pass_name) / block if block > 0 else 0.0
 
-    def ratio_to_block(self, kind: LayerKind, pass_name: PassName) -> float:
+    def ratio_to_block(self, kind: str, pass_name: PassName) -> float:
         """Time of a layer in units of a block's: as measured where both were, else by peak rates."""
         found = [
             self.hardware.find_measured(

@@ -20,7 +20,7 @@ class SearchResult:
         lower_bound_s: no plan in the searched space has a shorter step (``spipe.sim.bounds.least_step_s``).
         limit: what the bound comes from.
         candidates: one row per simulated candidate, best first. Where the hardware says how surely it was measured,
-            the first rows have an ``interval_s``, and ``slower`` says whether the best plan beats them by what was measured.
+            the first rows have an ``interval_s``, and ``slower`` says whether the best plan beats them for certain.
         front: the rows that no other beats in step time, accelerator memory and host memory together.
         rejected: rows of what does not fit or cannot be laid out, each with its ``reason``.
         interval_s: 90 % interval of the plan's step time (``spipe.sim.interval``); None where the hardware does not say

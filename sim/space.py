@@ -8,8 +8,8 @@ from typing import Any
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
-from spipe.layout import Layout, decoupled_layout
 from spipe.layer_list import Model
+from spipe.layout import Layout, decoupled_layout
 from spipe.options import Options
 from spipe.schedules import SCHEDULES, get_schedule
 from spipe.sim.bounds import least_step_s

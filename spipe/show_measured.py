@@ -32,7 +32,7 @@ def judged(to: Console, rows: Sequence[Mapping[str, Any]]) -> None:
 def calibration(to: Console, result: Mapping[str, Any]) -> None:
     """What a calibration fitted, how well the fitted hardware predicts the runs, and where its values come from."""
     made = [
-        (row["what"], _quantity(row["value"], row["unit"]), percent(row["spread"], 1.0), str(row["samples"]))
+        (row["what"], quantity(row["value"], row["unit"]), percent(row["spread"], 1.0), str(row["samples"]))
         for row in result["fits"]
     ]
     to.print(table("Fitted", ("what", "value", "spread", "samples"), made))
@@ -113,7 +113,8 @@ def _fact(value: object) -> str:
     return three(value) if isinstance(value, float) else str(value)
 
 
-def _quantity(value: float, unit: str) -> str:
+def quantity(value: float, unit: str) -> str:
+    """A fitted value with its unit: seconds, bytes/s, a share, or anything counted."""
     if unit == "s":
         return seconds(value)
     if unit == "bytes/s":

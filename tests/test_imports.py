@@ -33,7 +33,7 @@ def part_of(module: str) -> str:
 def source_files() -> list[Path]:
     return [
         *sorted((ROOT / "spipe").glob("*.py")),
-        *(file for part in ("cli", "plots", "report", "lower") for file in sorted((ROOT / "spipe" / part).glob("*.py"))),
+        *(file for part in ("cli", "lower", "plots", "report") for file in (ROOT / "spipe" / part).glob("*.py")),
         *sorted((ROOT / "sim").rglob("*.py")),
         *sorted((ROOT / "runtime").rglob("*.py")),
     ]

@@ -102,9 +102,7 @@ def search(
     ] = 0,
     mpi: Annotated[
         bool,
-        typer.Option(
-            "--mpi", help="Work in MPI processes; `python -m mpi4py.futures -m spipe` does, too."
-        ),
+        typer.Option("--mpi", help="Work in MPI processes; `python -m mpi4py.futures -m spipe` does, too."),
     ] = False,
     json_file: JsonFile = None,
     force: Force = False,

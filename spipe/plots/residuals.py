@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from spipe.errors import SpipeError
 from spipe.plots.style import BLUE, ORANGE, new_figure, style
-from spipe.show import quantity, seconds
+from spipe.show import seconds
+from spipe.show_measured import quantity
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from spipe.ops import Kind
 from spipe.plots.style import DARK, GROUP_COLOURS, legend, new_figure, style, time_unit
 from spipe.program import Program
 from spipe.timed import GROUP_OF, GROUPS
@@ -31,7 +32,7 @@ def timelines(program: Program, windows: "Mapping[str, Window]") -> "Figure":
         trace = window.trace
         for row in window.rows():
             i = trace.op[row]
-            group = GROUP_OF[program.kind[i]]
+            group = GROUP_OF[Kind(program.kind[i])]
             if group in track_of:
                 start, length = trace.start_s[row] - window.begin_s, trace.end_s[row] - trace.start_s[row]
                 mine = bars.setdefault((program.rank[i], track_of[group], name), {})
@@ -47,8 +48,8 @@ def timelines(program: Program, windows: "Mapping[str, Window]") -> "Figure":
     with style():
         figure = new_figure(11.0, 1.4 + 0.26 * len(rows))
         axes = figure.add_subplot()
-        for place, row in enumerate(rows):
-            for group, spans in bars[row].items():
+        for place, shown in enumerate(rows):
+            for group, spans in bars[shown].items():
                 axes.broken_barh(spans, (place - 0.4, 0.8), facecolors=GROUP_COLOURS[group], edgecolors="none")
         axes.set_yticks(range(len(rows)), [f"rank {rank} {track}, {name}" for rank, track, name in rows], fontsize=7)
         axes.set_ylim(len(rows) - 0.4, -1.6)

@@ -26,7 +26,7 @@ def test_run_calibrate_compare(command: Command, plan_file: Path, tmp_path: Path
     result = json.loads(ran.out)
     assert len(result["losses"]) == 6
     assert "step 6 of 6: loss" in ran.err
-    files = {"plan.json", "trace.json", "metrics.jsonl", "result.json", "train.toml"}
+    files = {"plan.json", "trace.json", "metrics.jsonl", "result.json", "train.toml", "environment.jsonl"}
     assert {path.name for path in run.iterdir()} == files
 
     assert "already holds a run" in command("run", plan_file, "--steps", 1, "-o", run).err

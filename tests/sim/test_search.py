@@ -128,6 +128,7 @@ def test_cuts_are_improved_and_the_presets_are_beaten() -> None:
         num_ranks=4,
         schedules=["spipe", "mobius"],
         forward_stages=[2, 3],
+        backward_stages=[6, 9],
         max_simulations=4,
         effort=0.2,
         **job,

@@ -157,6 +157,9 @@ def test_a_run_without_a_checkpoint_is_not_exported(command: Command, refused: R
     assert command(*train(plan_file, run, "--resume", "auto", "--force")).code == 0
     assert "temperature = -1.0 should be" in refused("sample", run, "--prompt", "x", "--temperature", "-1")
     assert "the prompt is empty" in refused("sample", run, "--prompt", "")
+    assert "unknown device 'gpu'; nearest: cpu" in refused("sample", run, "--prompt", "x", "--device", "gpu")
+    if not torch.cuda.is_available():
+        assert "finds no CUDA device" in refused("sample", run, "--prompt", "x", "--device", "cuda")
     assert "unknown precision 'fp8'" in refused("export", run, "-o", run / "model", "--precision", "fp8")
     assert "exists; give the name of a new folder" in refused("export", run, "-o", run)
 

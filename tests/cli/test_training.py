@@ -108,6 +108,7 @@ def test_options_outrank_the_file_and_are_dumped(command: Command, plan_file: Pa
             ["--learning-rate-schedule", "cosine", "--warmup-steps", "9"],
             r"warmup_steps = 9 should be below the 4 steps",
         ),
+        (["--gradient-precision", "fp8"], r"gradient_precision = 'fp8' should be 'fp32', 'bf16' or 'fp16'"),
         (["--validation-fraction", "1"], r"validation_fraction = 1.0 should be less than 1"),
         (["--evaluate-every", "1"], r"evaluate_every needs text to evaluate on"),
         (["--token-bytes", "3"], r"token_bytes = 3 should be 2 or 4"),
@@ -259,9 +260,11 @@ def test_options_are_the_fields_of_the_configuration(plan_file: Path, tmp_path: 
     config.write_text("steps = 1\nmax_norm = 2.0\n")
     output = tmp_path / "run"
     options = ["--config", config, "--learning-rate", "0.25", "--dropout", "0.1", "--z-loss", "1e-4", "-o", output]
+    options += ["--gradient-precision", "bf16"]
     assert run_rank([str(plan_file), *map(str, options)], {}) == 0
     plan = Plan.load(output / "plan.json")
     assert (plan.optimizer.max_norm, plan.optimizer.learning_rate, plan.dropout, plan.z_loss) == (2.0, 0.25, 0.1, 1e-4)
+    assert plan.gradient_dtype == "bf16"
     assert tomllib.loads((output / "train.toml").read_text())["dropout"] == 0.1
 
 

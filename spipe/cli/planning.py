@@ -132,9 +132,9 @@ def search(
     output = Output(json_file, force, (plan,))
     for name in schedule or ():
         get_schedule(name)
-    for what, name in (("precision", precision), ("gradient precision", gradient_precision)):
-        if name is not None and name not in ELEMENT_BYTES:
-            raise unknown(what, name, ELEMENT_BYTES)
+    for what, given in (("precision", precision), ("gradient precision", gradient_precision)):
+        if given is not None and given not in ELEMENT_BYTES:
+            raise unknown(what, given, ELEMENT_BYTES)
     options = parse_options(option or [])
     Options(**options)
     fields: dict[str, Any] = {} if learning_rate is None else {"optimizer": AdamW(learning_rate=learning_rate)}

@@ -82,7 +82,7 @@ class Job:
     def __post_init__(self) -> None:
         adam = self.plan.optimizer
         if adam.learning_rate_schedule != "constant" and adam.total_steps is None and self.steps > adam.warmup_steps:
-            adam = adam.model_copy(update={"total_steps": self.steps})
+            adam = adam.replace(total_steps=self.steps)
             object.__setattr__(self, "plan", self.plan.model_copy(update={"optimizer": adam}))
 
     @property

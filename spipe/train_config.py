@@ -109,6 +109,8 @@ class TrainConfig(Spec):
             )
         changes: dict[str, Any] = {name: value for name in _PLAN if (value := getattr(self, name)) is not None}
         optimizer = {name: value for name in _OPTIMIZER if (value := getattr(self, name)) is not None}
+        if self.learning_rate_schedule not in (None, "wsd"):
+            optimizer.setdefault("decay_steps", None)  # of the plan's schedule, which is not that of the run
         if optimizer:
             changes["optimizer"] = plan.optimizer.replace(**optimizer)
         limit = self.gpu_memory_limit_gib

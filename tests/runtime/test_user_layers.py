@@ -129,6 +129,33 @@ def test_what_is_frozen_is_fetched_and_never_stepped(rank_pool: Pool, tmp_path: 
     assert not torch.equal(start[4].weight, layers[4].weight)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_frozen_layers_are_clipped_and_rounded_alike_on_any_ranks(
+    rank_pool: Pool, tmp_path: Path, precision: str
+) -> None:
+    """The norm is that of what is trained; frozen values are those that came, whatever the type of training."""
+    start = adapted()
+    results: list[tuple[list[float | None], Layers]] = []
+    for number, (num_ranks, backward, optimizer) in enumerate([(1, 1, "sync"), (2, 1, "async"), (2, 3, "async")]):
+        layers = copy.deepcopy(start)
+        plan = plan_for(
+            layers, user.token_loss, None, num_ranks, backward=backward, sequence=SEQUENCE, precision=precision,
+            loss_scale={"initial": 1024.0}, options={"optimizer": optimizer},
+            optimizer={"max_norm": 0.02, "learning_rate": 1e-2},
+        )  # fmt: skip
+        result = train(layers, user.token_loss, None, plan, steps=4, output=tmp_path / str(number), ranks=rank_pool())
+        assert len(result.summary["clipped_steps"]) >= 2
+        results.append((result.losses, layers))
+    losses, first = results[0]
+    assert losses[-1] != losses[0]
+    for other_losses, layers in results[1:]:
+        assert other_losses == losses
+        assert_same(layers, first)
+    for before, after in zip(start, first, strict=True):
+        for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True):
+            assert torch.equal(old, new) != (old.requires_grad and name != "idle"), name
+
+
 def test_moments_and_gradients_are_of_what_is_trained_only() -> None:
     full, lean = (
         plan_for(layers, user.token_loss, None, 1, sequence=SEQUENCE) for layers in (language_model(), adapted())

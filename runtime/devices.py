@@ -10,7 +10,6 @@ has been issued, because every op of a step depends on a VALIDATE or on slots of
 """
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -260,9 +259,9 @@ class CudaDevice:
         for (step, op), (start, end) in self._traced.items():
             reference, host_s = self._clock.get(step, self._clock[-1])
             row = store.times[step - first_step, op]
+            row[2] = row[1] - row[0]  # as the host saw it: the time that it took to issue the op
             row[0] = host_s + reference.elapsed_time(start) * 1e-3
             row[1] = row[0] + start.elapsed_time(end) * 1e-3
-            row[2] = math.nan  # no processor did the work
 
     def register(self, region: Region, span: Span) -> str | None:
         runtime = cuda.cudart()

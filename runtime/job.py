@@ -28,6 +28,14 @@ RUN_FILES = ("plan.json", "trace.json", "metrics.jsonl", "result.json")
 INITIAL_FILE = "initial.safetensors"
 
 
+def held(output: Path, name: str) -> SpipeError:
+    """The error for a run directory that holds a file of another run."""
+    return SpipeError(
+        f"{output} already holds a run, finished or not ({name}); give another folder, --force to replace the run "
+        "(overwrite=True in Python), or --resume to go on from its checkpoint"
+    )
+
+
 @dataclass(frozen=True)
 class Job:
     """What every rank is told.
@@ -205,11 +213,7 @@ class Job:
             )
         require_device(hardware.device)
         choose_transport(self.transport, hardware.device, self.num_ranks, False)
-        for name in RUN_FILES:
-            if (self.output / name).exists() and not self.overwrite and not self.continues_run:
-                raise SpipeError(f"{self.output} already holds a run ({name}); give another directory or remove it")
-        if self.output.exists() and not self.output.is_dir():
-            raise SpipeError(f"{self.output} is not a directory; give a new directory for the run")
+        self.check_output()
         self._check_start()
         if self.tokenizer:
             load_tokenizer(self.tokenizer)
@@ -217,6 +221,14 @@ class Job:
             self.check_data()
         available = self.host_memory_bytes or available_host_memory()
         require_host_memory(self.table_of_bytes(), available)
+
+    def check_output(self) -> None:
+        """Raises SpipeError if the run directory holds another run, or is none."""
+        if self.output.exists() and not self.output.is_dir():
+            raise SpipeError(f"{self.output} is not a directory; give a new directory for the run")
+        found = next((name for name in RUN_FILES if (self.output / name).exists()), None)
+        if found and not self.overwrite and not self.continues_run:
+            raise held(self.output, found)
 
     def _check_numbers(self) -> None:
         if self.steps < 1:

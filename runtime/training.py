@@ -16,7 +16,7 @@ from spipe.runtime.data import TOKENS_FILE, tokenize
 from spipe.runtime.environment import ENVIRONMENT_FILE, environment
 from spipe.runtime.hooks import NO_HOOKS, TestHooks
 from spipe.runtime.huggingface import CONFIG, EXTRAS, copy_extras
-from spipe.runtime.job import RUN_FILES, Job
+from spipe.runtime.job import RUN_FILES, Job, held
 from spipe.runtime.launch import RankProcesses
 
 Log = Callable[[dict[str, Any]], None]
@@ -241,7 +241,7 @@ def claim(job: Job) -> None:
             shutil.copyfile(source, job.output / MODEL_FOLDER / "tokenizer.json")
         descriptor = os.open(job.output / "plan.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
-        raise SpipeError(f"{job.output} already holds a run (plan.json); give another directory or remove it") from None
+        raise held(job.output, "plan.json") from None
     except OSError as error:
         raise SpipeError(f"{job.output}: cannot write the run there ({error.strerror})") from None
     with os.fdopen(descriptor, "w") as file:

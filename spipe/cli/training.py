@@ -10,7 +10,7 @@ import typer
 
 from spipe.cli.common import Count, Force, JsonFile, Output, load_plan, progress, whole_number
 from spipe.cli.progress import training_log
-from spipe.errors import SpipeError, unknown
+from spipe.errors import unknown
 from spipe.train_options import TRAIN_OPTIONS, TrainOption
 
 
@@ -40,20 +40,13 @@ def run(json_file: str | None, force: bool, config: Path | None, dump_config: bo
     plan = settings.apply(load_plan(Path(settings.plan)))
 
     from spipe import runtime, show
-    from spipe.runtime.job import RUN_FILES
-    from spipe.runtime.training import resolve_resume, starts_over
+    from spipe.runtime.training import execute, job_of
 
-    start = resolve_resume(settings.resume, folder)
-    goes_on = start is not None and start.resolve().is_relative_to(folder.resolve())
-    for name in RUN_FILES:
-        if (folder / name).exists() and not (force or goes_on or starts_over(settings.resume, folder)):
-            raise SpipeError(
-                f"{folder} already holds a run, finished or not ({name}); give another folder, --force to "
-                "replace the run, or --resume to go on from its checkpoint"
-            )
+    job = job_of(plan, **settings.run_arguments(), overwrite=force)
+    job.check_output()  # before anything that the log makes there
     try:
         with training_log(settings, plan) as log:
-            result = runtime.run(plan, **settings.run_arguments(), overwrite=force, log=log, files=settings.files())
+            result = execute(job, log=log, files=settings.files())
     except runtime.RunFailedError as error:
         progress(f"spipe: {error}")
         raise typer.Exit(1) from None

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spipe.errors import SpipeError
-from spipe.layer_list import LayerListSpec
 from spipe.memory import EVALUATION_BATCHES, MemoryReport, memory
+from spipe.model import ModelSpec
 from spipe.plan import Plan
 from spipe.runtime.checkpoint import FOLDER, START, Checkpoint, Position, find_checkpoints
 from spipe.runtime.data import TOKENS_FILE, Corpus, Feed, TokenFeed, ValidationFeed, load_tokenizer
@@ -195,11 +195,14 @@ class Job:
     def check(self) -> None:
         """Raises SpipeError if anything a user gave cannot work; the tokens of a tokenizer are checked once made."""
         from spipe.runtime.devices import require_device
+        from spipe.runtime.layers import check_rotary
         from spipe.runtime.transports import choose_transport
 
         self._check_numbers()
         self.plan.require_runnable()
-        if isinstance(self.plan.model, LayerListSpec) and self.modules is None:
+        if isinstance(self.plan.model, ModelSpec):
+            check_rotary(self.plan.model)
+        elif self.modules is None:
             raise SpipeError(
                 f"the plan is for a list of layers ({self.plan.model.name}), which only Python has: train it with "
                 "spipe.runtime.train(layers, loss, data, plan, ...)"

@@ -55,6 +55,11 @@ class RotaryTable:
         return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
 
 
+def check_rotary(model: ModelSpec) -> None:
+    """Raises SpipeError if the model's rotary positions are scaled in a way that is not supported."""
+    RotaryTable.build(model, 1, torch.float32, torch.device("cpu"))
+
+
 def _scaled_frequencies(model: ModelSpec, frequencies: Tensor) -> Tensor:
     """Rotary frequencies with Hugging Face's ``linear`` or ``llama3`` scaling."""
     scaling = dict(model.rope_scaling or {})

@@ -107,6 +107,22 @@ def test_bad_input_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, "rope_scaling of type 'yarn' cannot be run; supported are linear and"),
+        ({"rope_type": "llama3", "factor": 4.0}, "rope_scaling of type llama3 lacks 'low_freq_factor'"),
+    ],
+)
+def test_positions_that_cannot_be_scaled_are_refused(
+    small_plan: Callable[..., Plan], tmp_path: Path, scaling: dict[str, Any], message: str
+) -> None:
+    plan = small_plan()
+    with pytest.raises(SpipeError, match=message):
+        run(plan.replace(model=plan.model.replace(rope_scaling=scaling)), steps=1, output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_several_hosts_are_refused(small_plan: Callable[..., Plan], tmp_path: Path) -> None:
     hardware = load_hardware("laptop").model_copy(update={"ranks_per_host": 1, "num_hosts": 2})
     plan = small_plan().model_copy(update={"hardware": hardware})

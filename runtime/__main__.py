@@ -14,6 +14,7 @@ from typing import Any
 
 from spipe.errors import SpipeError
 from spipe.plan import Plan
+from spipe.runtime.environment import PROCESS_DEFAULTS
 from spipe.train_config import TrainConfig
 from spipe.train_options import TRAIN_OPTIONS
 
@@ -33,8 +34,7 @@ class World:
 def main(arguments: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
     """Run this process's rank; returns the exit code: 0, 1 for a failed run, 2 for bad input. Rank 0 speaks."""
     options = _parse(arguments)
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.update(PROCESS_DEFAULTS | dict(os.environ))
     try:
         world = _join(environment)
     except SpipeError as error:

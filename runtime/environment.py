@@ -14,6 +14,12 @@ ENVIRONMENT_FILE = "environment.jsonl"
 """A line for every time that a run was started in the folder."""
 PACKAGES = ("torch", "numpy", "triton", "safetensors", "tokenizers", "mpi4py", "pydantic")
 
+PROCESS_DEFAULTS = {
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # memory that one op frees serves tensors of any size
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # a stream that waits must not hold up one that shares its queue
+}
+"""Variables that the process of a rank starts with, unless they are set."""
+
 
 def environment() -> dict[str, Any]:
     """Versions, git commits, command and hardware, ready for JSON."""

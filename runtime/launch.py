@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import spipe
+from spipe.runtime.environment import PROCESS_DEFAULTS
 from spipe.runtime.failure import RunFailedError
 from spipe.runtime.job import Job
 
@@ -34,11 +35,7 @@ class RankProcesses:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.pipes: list[Any] = []
         self._num_jobs = 0
-        environment = dict(os.environ)
-        # Memory that one op frees has to serve the next op's tensors, whatever their sizes.
-        environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        # A stream that waits must not hold up one that shares its queue.
-        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        environment = PROCESS_DEFAULTS | dict(os.environ)
         roots = [str(Path(spipe.__file__).parent.parent), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, roots))
         for _ in range(num_ranks):

@@ -189,6 +189,17 @@ def test_it_goes_on_from_a_checkpoint_on_other_ranks(rank_pool: Pool, tmp_path: 
         assert all(torch.equal(state[name], value) for name, value in weights.items())
 
 
+def test_what_was_frozen_has_no_moments_to_go_on_from(rank_pool: Pool, tmp_path: Path) -> None:
+    layers = adapted()
+    plan = plan_for(layers, user.token_loss, None, 1, sequence=SEQUENCE)
+    train(layers, user.token_loss, None, plan, steps=1, output=tmp_path / "run", ranks=rank_pool())
+    layers = adapted()
+    layers[0].requires_grad_(True)
+    plan = plan_for(layers, user.token_loss, None, 1, sequence=SEQUENCE)
+    with pytest.raises(SpipeError, match=r"0.weight = \[256, 24, 'frozen'\] there, \[256, 24\] in the plan"):
+        train(layers, user.token_loss, None, plan, steps=2, output=tmp_path / "run", resume="auto")
+
+
 def test_outputs_of_another_type_are_passed_on_in_the_plans(rank_pool: Pool, tmp_path: Path) -> None:
     """A layer that leaves its type does not change what a message or a neighbour reads."""
     torch.manual_seed(3)

@@ -37,6 +37,7 @@ ITEM_COLOURS = {
     "undo data": "#BDBDBD",
     "ranks": GREEN,
 }
+_WORDS = {"ranks": "what the ranks hold"}
 SLICES = 350
 """Moments that are drawn of a step with more."""
 MOST_PANELS = 8
@@ -66,7 +67,7 @@ def memory_over_time(timed: TimedStep) -> "Figure":
             if number > len(panels) - columns:
                 axes.set_xlabel(f"time in the step ({unit})")
         names = [name for name in ITEM_COLOURS if any(name in items for _, items, _, _ in panels)]
-        legend(figure, {name: ITEM_COLOURS[name] for name in names}, columns=4 if columns == 2 else 3)
+        legend(figure, {_WORDS.get(name, name): ITEM_COLOURS[name] for name in names}, columns=5 if columns == 2 else 3)
     return figure
 
 

@@ -48,7 +48,8 @@ def predicted_against_measured(rows: Sequence[Mapping[str, Any]]) -> "Figure":
                     errors.scatter(at, [100 * (row["predicted_ms"] / row["measured_ms"] - 1) for row in found], **look)
             axes.set(ylabel="predicted step (s)", title=cluster)
             errors.set(xlabel="measured step (s)", ylabel="error (%)")
-            axes.legend(loc="upper left", title="filled: judged, hollow: fitted")
+            fitted = any(row["used_for"] == "fit" for row in mine)
+            axes.legend(loc="upper left", title="filled: judged, hollow: fitted" if fitted else None)
     return figure
 
 

@@ -101,7 +101,9 @@ def _panel(axes: "Axes", times: np.ndarray, items: dict[str, np.ndarray], planne
     axes.axhline(planned / divisor, color="#222222", linestyle="--", linewidth=1)
     end = times[-1]
     limit = 1.22 * (capacity if near else top) / divisor
-    axes.text(end, planned / divisor + 0.012 * limit, f"planned {size(planned)}", ha="right", va="bottom", fontsize=7.5)
+    crossed = near and 0 <= capacity - planned < 0.09 * limit * divisor  # the line of what is usable would cross it
+    above = capacity if crossed else planned
+    axes.text(end, above / divisor + 0.012 * limit, f"planned {size(planned)}", ha="right", va="bottom", fontsize=7.5)
     if near:
         axes.axhline(capacity / divisor, color="#B00020", linewidth=1.2)
         axes.text(

@@ -69,8 +69,12 @@ def timeline(
             raise SpipeError(f"rank {rank} is not in the plan; it has 0 to {timed.program.layout.num_ranks - 1}")
     many = sum(rank in wanted for rank, _ in timed.lanes()) > MOST_ROWS
     boxes = boxes_of(timed, begin, finish, merge_peers=many)
-    least = 3e-4 * (finish - begin)  # lanes with less in them are left out
-    boxes = {row: mine for row, mine in boxes.items() if sum(box.end - box.start for box in mine) > least}
+    least = {lane: 3e-4 if many or lane in ("control", "commit") else 2e-5 for _, lane in boxes}
+    boxes = {  # lanes with less in them than anyone would see are left out
+        row: mine
+        for row, mine in boxes.items()
+        if sum(box.end - box.start for box in mine) > least[row[1]] * (finish - begin)
+    }
     rows = [
         row
         for row in timed.lanes(many)

@@ -23,8 +23,8 @@ class FlowSpec:
     Attributes:
         work: amount of work, in any unit; at its cap the flow lasts ``work / cap``.
         cap: highest rate, work per second.
-        share: weight in the fair sharing. Equal weights share equally in units of work; weights equal to the caps slow
-            everybody down by the same factor.
+        share: weight of its rate in the fair sharing. Weights equal to the caps slow everybody down by one factor;
+            weights of the caps divided by what is taken at them give everybody the same amount.
         uses: (resource, amount of it that one unit of rate takes).
     """
 

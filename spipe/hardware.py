@@ -54,6 +54,8 @@ class Accelerator(Spec):
     """Tokens at which half of ``max_efficiency`` is reached where the hidden size is far larger, or the reverse."""
     launch_overhead_s: NonNegative = 0.0
     """Time in which the host issues one op."""
+    layer_issue_s: dict[Literal["forward", "recompute", "backward"], NonNegative] = Field(default_factory=dict)
+    """Time in which the host issues a pass of a block or head: on a GPU, the pass takes no less."""
     compute_threads: Count = 1
     """Device ``cpu``: cores that one rank computes with."""
 

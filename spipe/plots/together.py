@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LEAST_SHARE = 0.004
 """Lanes that are busy for less of the step than this in all traces are left out."""
-MOST_ROWS = 96
+MOST_ROWS = 60
 """With more rows than this, only compute lanes are shown."""
 STRIP, CLOSE, BETWEEN_LANES, BETWEEN_RANKS = 0.28, 0.1, 0.35, 0.9
 """Heights of gaps and of the strip below a compute lane, where a lane has 1."""

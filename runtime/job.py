@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spipe.errors import SpipeError
-from spipe.memory import EVALUATION_BATCHES, MemoryReport, memory
+from spipe.memory import EVALUATION_BATCHES, PROCESSES, MemoryReport, memory
 from spipe.model import ModelSpec
 from spipe.plan import Plan
 from spipe.runtime.checkpoint import FOLDER, START, Checkpoint, Position, find_checkpoints
@@ -286,6 +286,5 @@ class Job:
         region = self.store_layout().table_of_bytes()
         items["mailboxes"] = region["mailboxes"]
         items["flags and times"] = region["flags and times"]
-        one = self.plan.hardware.cpu.process_bytes or PROCESS_BYTES
-        items["PyTorch processes"] = round(one) * self.num_ranks
+        items[PROCESSES] = items[PROCESSES] or PROCESS_BYTES * self.num_ranks
         return items

@@ -37,11 +37,12 @@ class FlowSpec:
 class Completion(simpy.Event):
     """The end of an op, scheduled when the op begins: one event an op, whether its lane had to wait for it or not."""
 
+    _ok = True
+    _value = None
+
     def begin(self, delay: float) -> None:
         """The op begins now and takes ``delay`` seconds."""
-        self._ok = True
-        self._value = None
-        self.env.schedule(self, delay=delay)
+        self.env.schedule(self, simpy.events.NORMAL, delay)
 
 
 class Flow:

@@ -85,7 +85,7 @@ class Cpu(Spec):
 
     name: Text
     num_domains: Count = 1
-    """NUMA domains."""
+    """NUMA domains. Cores and memory are shared by domain where the links name a memory for each (``memory0``, ..)."""
     cores: Count
     memory_bytes: Unlimited
     usable_memory_bytes: Unlimited
@@ -255,9 +255,11 @@ class HardwareSpec(Spec):
         threads, cores = self.accelerator.compute_threads, self.cpu.cores
         if self.device == "cpu" and threads > cores:
             raise ValueError(f"accelerator.compute_threads = {threads} should not exceed cpu.cores = {cores}")
-        topology = self.topology
-        topology.route(("gpu", 0), ("memory", 0))
-        topology.route(("memory", 0), ("gpu", self.num_ranks - 1))
+        topology, last = self.topology, self.num_hosts - 1
+        for rank in self.ranks_of(last):
+            topology.route(("gpu", rank), ("memory", last))
+        for rank in {0, self.num_ranks - 1}:
+            topology.route(("memory", 0), ("gpu", rank))
         return self
 
     @property

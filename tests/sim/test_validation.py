@@ -89,7 +89,9 @@ def test_the_command_writes_json(table: Path, tmp_path: Path, capsys: pytest.Cap
     assert {"rows", "systems", "order_agreement", "oom_agreement"} <= set(data)
     keys = {"figure", "system", "cluster", "model_size", "used_for", "measured_ms", "predicted_ms", "error"}
     assert keys | {"gpu_measured_ms", "gpu_predicted_ms", "gpu_error"} <= set(data["rows"][0])
-    assert "Rows that" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Rows that" in shown
+    assert "line 9 left out: ran on spipe-3090" in shown
 
 
 def main_code(arguments: list[str]) -> int:

@@ -205,8 +205,10 @@ def _held_layers(job: Job, candidate: Candidate, report: MemoryReport) -> Candid
     if short <= 0 or "device_layers" in options or options.get("bucket_layers", 1) != 1 or job.hardware.device == "cpu":
         return None
     hosts = len(report.host_bytes)
-    held = 1 + math.ceil(hosts * short / (_HOST_STATE_BYTES * job.model.layer_num_parameters("block")))
-    if held > job.model.num_total_layers:
+    model = job.model
+    usual = model.layer_num_parameters(model.layer_kind(model.num_total_layers // 2))
+    held = 1 + math.ceil(hosts * short / (_HOST_STATE_BYTES * max(1, usual)))
+    if held > model.num_total_layers:
         return None
     return candidate.with_options(device_layers=held)
 

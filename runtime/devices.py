@@ -10,9 +10,9 @@ has been issued, because every op of a step depends on a VALIDATE or on slots of
 """
 
 import contextlib
-import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ import torch
 from spipe import _native
 from spipe.errors import SpipeError
 from spipe.memory import memory
+from spipe.ops import COMPUTE
 from spipe.plan import Plan
 from spipe.program import Program
 from spipe.runtime.region import Region, Span, bytes_of
@@ -30,6 +31,7 @@ from spipe.runtime.store import Store
 cuda: Any = torch.cuda  # much of it has no types
 GPU_LANES = frozenset({"compute", "h2d", "d2h", "h2d_in", "d2h_in", "p2p", "p2p_in", "device_step"})
 _REGISTER_BYTES = 16 << 30
+_LAYERS_AHEAD = 10  # with less than a hundred launches each
 
 
 class Device(Protocol):
@@ -126,6 +128,32 @@ class CpuDevice:
     def close(self) -> None: ...
 
 
+class LookAhead:
+    """How far ops are issued ahead of the device.
+
+    The driver's queue holds about a thousand launches. Whoever finds it full waits inside the driver, with its locks
+    and perhaps with Python's: nothing else of the process goes on then, and if the device waits for a rank that is
+    gone, this never ends. So the lane waits for an earlier op instead, where it holds nothing.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._issued: deque[tuple[Any, int]] = deque()
+        self._total = 0
+
+    def make_room(self, size: int) -> None:
+        """Wait until an op of this size can be issued. One op at least stays ahead, so that the device never waits."""
+        while len(self._issued) > 1 and self._total + size > self.limit:
+            event, old = self._issued.popleft()
+            event.synchronize()
+            self._total -= old
+
+    def issued(self, event: Any, size: int) -> None:
+        """An op was issued; the event marks its end."""
+        self._issued.append((event, size))
+        self._total += size
+
+
 class CudaDevice:
     """Ranks that compute on a CUDA device: a stream per GPU lane."""
 
@@ -148,6 +176,10 @@ class CudaDevice:
             if program.lanes[lane].name in GPU_LANES
         }
         self._lane_of = program.lane
+        self._layers = {
+            i: len(program.layers(program.stage[i])) for i in program.of_rank(rank) if program.kind[i] in COMPUTE
+        }
+        self._ahead = LookAhead(_LAYERS_AHEAD)
         self._events: list[dict[int, Any]] = [{}, {}]
         self._traced: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._waits = self._find_waits(program, rank)
@@ -185,6 +217,8 @@ class CudaDevice:
 
     def begin(self, op: int, step: int, traced: bool) -> None:
         stream = self._streams.get(self._lane_of[op])
+        if op in self._layers:
+            self._ahead.make_room(self._layers[op])
         for dependency, back in self._waits[op]:
             if step >= back:
                 event = self._events[(step - back) % 2][dependency]
@@ -212,6 +246,8 @@ class CudaDevice:
                 events[op] = cuda.Event(blocking=True)
             event = events[op]
         event.record(stream)
+        if op in self._layers:
+            self._ahead.issued(event, self._layers[op])
         if op in self._settled:
             event.synchronize()
 
@@ -260,9 +296,9 @@ class CudaDevice:
         for (step, op), (start, end) in self._traced.items():
             reference, host_s = self._clock.get(step, self._clock[-1])
             row = store.times[step - first_step, op]
+            row[2] = row[1] - row[0]  # as the host saw it: the time that it took to issue the op
             row[0] = host_s + reference.elapsed_time(start) * 1e-3
             row[1] = row[0] + start.elapsed_time(end) * 1e-3
-            row[2] = math.nan  # no processor did the work
 
     def register(self, region: Region, span: Span) -> str | None:
         runtime = cuda.cudart()

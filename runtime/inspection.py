@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.flop_counter import FlopCounterMode
 
 from spipe.errors import SpipeError
 from spipe.layer_list import LayerListSpec, LayerSpec
 from spipe.runtime.data import Corpus
 from spipe.runtime.modules import Loss, is_data_set, pair_of, spec_of, stacked
+from spipe.runtime.tensor_file import DTYPE_NAMES
 
 
 def describe(
@@ -92,7 +94,7 @@ def _first_microbatch(data: Any, microbatch_size: int) -> tuple[Tensor, Tensor]:
 
 
 def check_modules(layers: Sequence[nn.Module]) -> None:
-    """Raises SpipeError unless these are modules that share no parameters."""
+    """Raises SpipeError unless these are modules on the CPU that share no parameters."""
     if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential | nn.ModuleList):
         raise SpipeError(f"layers is a single {type(layers).__name__}; give a list of modules, one a layer")
     if not len(layers):
@@ -101,15 +103,37 @@ def check_modules(layers: Sequence[nn.Module]) -> None:
     for i, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise SpipeError(f"layer {i} is a {type(layer).__name__}, not a torch.nn.Module; wrap it in one")
+        label = f"layer {i} ({type(layer).__name__})"
+        if any(is_parametrized(part) for part in layer.modules()):
+            raise SpipeError(
+                f"{label} is parametrized (weight_norm, say), which cannot be sent to other processes; use "
+                "torch.nn.utils.parametrize.remove_parametrizations, or write the layer out"
+            )
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            _check_tensor(label, name, tensor)
         for name, parameter in layer.named_parameters():
             other, other_name = owners.setdefault(id(parameter), (i, name))
             if other != i:
                 raise SpipeError(
-                    f"layer {i} ({type(layer).__name__}): parameter {name} is also {other_name} of layer {other}; "
-                    "layers cannot share parameters: give each its own, or make the two one layer"
+                    f"{label}: parameter {name} is also {other_name} of layer {other}; layers cannot share parameters: "
+                    "give each its own, or make the two one layer"
                 )
-            if not parameter.is_floating_point():
-                raise SpipeError(f"layer {i}: parameter {name} is of type {parameter.dtype}; it should be floating")
+            if parameter.dtype not in DTYPE_NAMES:
+                raise SpipeError(
+                    f"{label}: parameter {name} is of type {parameter.dtype}; it can be float32, bfloat16 or float16: "
+                    "convert the layer with .float()"
+                )
+
+
+def _check_tensor(label: str, name: str, tensor: Tensor) -> None:
+    """Raises SpipeError unless a parameter or buffer has values in this process's memory."""
+    if nn.parameter.is_lazy(tensor):
+        raise SpipeError(f"{label}: {name} has no shape yet; run the layer once before it is described")
+    if tensor.device.type != "cpu":
+        raise SpipeError(
+            f"{label}: {name} is on device {tensor.device}; layers come with values on the CPU (module.cpu()), the "
+            "ranks bring them to the devices of the plan"
+        )
 
 
 class _Probe:
@@ -120,50 +144,28 @@ class _Probe:
     ) -> None:
         self.label = f"layer {number} ({type(layer).__name__})"
         self.loss = loss
-        try:
-            module = copy.deepcopy(layer)
-        except RuntimeError as error:
-            raise SpipeError(f"{self.label} cannot be copied ({error}); make it without tensors of a graph") from None
+        module = self._copied(layer)
         parameters = dict(module.named_parameters())
-        first = next((p for p in parameters.values()), None)
+        dtype = next((p.dtype for p in parameters.values()), x.dtype)
         if x.is_floating_point():
-            x = x.detach().to(first.dtype if first is not None else x.dtype).requires_grad_(number > 0)
+            x = x.detach().to(dtype).requires_grad_(number > 0)
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        version = x._version
-        with torch.no_grad():
-            again = self._call(module, x)
-        if x._version != version:
-            raise SpipeError(
-                f"{self.label} changes its input in place; the input is needed again for the backward pass: leave "
-                "inplace=True out, or work on a copy"
-            )
+        again = self._run_first(module, x, parameters)
         saved: dict[int, float] = {}
         kept_elsewhere = {t.untyped_storage().data_ptr() for t in (*parameters.values(), *module.buffers(), x)}
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in kept_elsewhere:
-                saved[storage.data_ptr()] = storage.nbytes() / element
+                saved[storage.data_ptr()] = storage.nbytes() / dtype.itemsize
             return tensor
 
-        element = (first if first is not None else x).element_size()
         with (
             FlopCounterMode(display=False) as counter,
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         ):
             y = self._call(module, x)
-        for name, buffer in module.named_buffers():
-            if not torch.equal(buffers[name], buffer):
-                raise SpipeError(
-                    f"{self.label}: buffer {name} changes in the forward pass; layers are computed more than once, on "
-                    "several ranks, so that such state would differ: use a layer without it (LayerNorm or GroupNorm "
-                    "instead of BatchNorm), or put it in eval mode"
-                )
-        if not torch.equal(again, y.detach()):
-            raise SpipeError(
-                f"{self.label} gives another result when it is run again with the same seed; what it draws has to come "
-                "from PyTorch's default generator, and nothing may be kept from call to call"
-            )
+        self._check_repeated(again, y.detach(), buffers, dict(module.named_buffers()))
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         unused = self._without_gradient(trained, x, self._result(y), number)
         shape = y.shape if not loss else y.shape[:1]
@@ -184,6 +186,47 @@ class _Probe:
             saved_elements=sum(saved.values()) / num_items,
         )
 
+    def _copied(self, layer: nn.Module) -> nn.Module:
+        try:
+            return copy.deepcopy(layer)
+        except RuntimeError as error:
+            raise SpipeError(f"{self.label} cannot be copied ({error}); make it without tensors of a graph") from None
+
+    def _run_first(self, module: nn.Module, x: Tensor, parameters: dict[str, nn.Parameter]) -> Tensor:
+        """The output. Raises SpipeError if the input or a parameter is changed in place."""
+        before, versions = x._version, {name: p._version for name, p in parameters.items()}
+        with torch.no_grad():
+            y = self._call(module, x)
+        if x._version != before:
+            raise SpipeError(
+                f"{self.label} changes its input in place; the input is needed again for the backward pass: leave "
+                "inplace=True out, or work on a copy"
+            )
+        for name, version in versions.items():
+            if parameters[name]._version != version:
+                raise SpipeError(
+                    f"{self.label} changes its parameter {name} in the forward pass; layers are computed more than "
+                    "once, on several ranks: only the optimizer changes parameters"
+                )
+        return y
+
+    def _check_repeated(self, y: Tensor, again: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+        """Raises SpipeError unless two calls gave the same output and left the buffers as they were."""
+        for name, buffer in after.items():
+            if not torch.equal(before[name], buffer):
+                raise SpipeError(
+                    f"{self.label}: buffer {name} changes in the forward pass; layers are computed more than once, on "
+                    "several ranks, so that such state would differ: use a layer without it (LayerNorm or GroupNorm "
+                    "instead of BatchNorm), or put it in eval mode"
+                )
+        if bool(y.isnan().any()):
+            raise SpipeError(f"{self.label}: its output has NaN; look at its input, initial values and type")
+        if not torch.equal(y, again):
+            raise SpipeError(
+                f"{self.label} gives another result when it is run again with the same seed; what it draws has to come "
+                "from PyTorch's default generator, and nothing may be kept from call to call"
+            )
+
     def _call(self, module: nn.Module, x: Tensor) -> Tensor:
         torch.manual_seed(0)
         try:
@@ -195,6 +238,11 @@ class _Probe:
         if not isinstance(y, Tensor) or not y.is_floating_point():
             what = f"type {y.dtype}" if isinstance(y, Tensor) else f"class {type(y).__name__}"
             raise SpipeError(f"{self.label}: its output is of {what}; a layer returns one floating tensor")
+        if y.device != x.device:
+            raise SpipeError(
+                f"{self.label}: its output is on device {y.device}, its input on {x.device}; a layer stays on the "
+                "device of its input: use x.device where it makes tensors"
+            )
         return y
 
     def _result(self, y: Tensor) -> Tensor:

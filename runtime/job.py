@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from spipe.errors import SpipeError
 from spipe.layer_list import LayerListSpec
-from spipe.memory import EVALUATION_BATCHES, MemoryReport, memory
+from spipe.memory import EVALUATION_BATCHES, PROCESSES, MemoryReport, memory
 from spipe.plan import Plan
 from spipe.runtime.checkpoint import FOLDER, START, Checkpoint, Position, find_checkpoints
 from spipe.runtime.data import TOKENS_FILE, Corpus, Feed, TokenFeed, ValidationFeed, load_tokenizer
@@ -82,7 +82,7 @@ class Job:
     def __post_init__(self) -> None:
         adam = self.plan.optimizer
         if adam.learning_rate_schedule != "constant" and adam.total_steps is None and self.steps > adam.warmup_steps:
-            adam = adam.model_copy(update={"total_steps": self.steps})
+            adam = adam.replace(total_steps=self.steps)
             object.__setattr__(self, "plan", self.plan.model_copy(update={"optimizer": adam}))
 
     @property
@@ -90,9 +90,14 @@ class Job:
         return self.plan.layout.num_ranks
 
     @cached_property
+    def checkpoint(self) -> Checkpoint | None:
+        """What the run goes on from."""
+        return Checkpoint.load(self.resume) if self.resume else None
+
+    @property
     def start(self) -> Position:
         """Where the run goes on from."""
-        return Checkpoint.load(self.resume).position if self.resume else START
+        return self.checkpoint.position if self.checkpoint else START
 
     @property
     def num_steps(self) -> int:
@@ -116,6 +121,8 @@ class Job:
     @property
     def data_name(self) -> str:
         """The data as a checkpoint names it."""
+        if self.modules is not None and self.modules.data is not None:
+            return "data from Python"
         return "pydoc_data.topics" if self.data is None else str(self.data.resolve())
 
     @property
@@ -236,8 +243,8 @@ class Job:
     def _check_start(self) -> None:
         if self.model_folder and not self.resume:
             ModelFolder(self.model_folder, check_exportable(self.plan.model))
-        if self.resume:
-            Checkpoint.load(self.resume).check(self.plan)
+        if self.checkpoint:
+            self.checkpoint.check(self.plan)
             later = find_checkpoints(self.output)[-1:] if self.continues_run else []
             if later and Checkpoint.load(later[0]).position.step > self.start.step:
                 raise SpipeError(
@@ -264,6 +271,5 @@ class Job:
         region = self.store_layout().table_of_bytes()
         items["mailboxes"] = region["mailboxes"]
         items["flags and times"] = region["flags and times"]
-        one = self.plan.hardware.cpu.process_bytes or PROCESS_BYTES
-        items["PyTorch processes"] = round(one) * self.num_ranks
+        items[PROCESSES] = items[PROCESSES] or PROCESS_BYTES * self.num_ranks
         return items

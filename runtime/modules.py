@@ -130,13 +130,13 @@ class ModuleNetwork:
     def __init__(self, plan: Plan, modules: Sequence[nn.Module], loss: Loss, device: torch.device) -> None:
         assert isinstance(plan.model, LayerListSpec)
         self.model, self.microbatch_size, self.device = plan.model, plan.microbatch_size, device
-        self.modules, self.loss = list(modules), loss
+        self.modules, self.loss, self.dtype = list(modules), loss, DTYPES[plan.precision]
         parts = [part for module in self.modules for part in module.modules()]
         self._trains = {part: part.training for part in parts}
         self._evaluating = False
         for part in parts:
             for name, buffer in part.named_buffers(recurse=False):
-                dtype = DTYPES[plan.precision] if buffer.is_floating_point() else buffer.dtype
+                dtype = self.dtype if buffer.is_floating_point() else buffer.dtype
                 part._buffers[name] = buffer.to(device, dtype)
 
     def __call__(
@@ -155,7 +155,7 @@ class ModuleNetwork:
                 )
             if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
                 y = y.clone()  # the input's place is used again before the output is read
-            return y.contiguous()
+            return y.to(self.dtype).contiguous()
         return y if target is None else self.loss(y, target)
 
     def _set_mode(self, *, evaluating: bool) -> None:
@@ -221,7 +221,15 @@ def stacked(items: Any, seed: int, first: int, count: int) -> Any:
     if not len(items):
         raise SpipeError("the data set is empty; give one with at least one item")
     places = shuffled(seed, first, count, len(items))
-    return torch.utils.data.default_collate([items[int(i)] for i in places])
+    chosen = [items[int(i)] for i in places]
+    try:
+        return torch.utils.data.default_collate(chosen)
+    except (RuntimeError, TypeError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise SpipeError(
+            f"items {', '.join(map(str, places[:3]))}, ... of the data set cannot be stacked ({reason}); every item is "
+            "(input, target), of the same shapes"
+        ) from None
 
 
 def checked(batch: Any, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -243,6 +251,8 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
     """(input, target) tensors. Raises SpipeError for anything else."""
     if not isinstance(batch, Sequence) or len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
         raise SpipeError(f"data gave a {type(batch).__name__}; a microbatch is (input, target), two tensors")
+    if where := {part.device.type for part in batch} - {"cpu"}:
+        raise SpipeError(f"data gave a tensor on device {where.pop()}; give tensors on the CPU, ranks move them")
     return batch[0], batch[1]
 
 

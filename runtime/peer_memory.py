@@ -14,6 +14,7 @@ _HANDLE_BYTES = 64
 _ENABLE_PEER_ACCESS = 1
 _AT_LEAST = 0  # how a stream compares, with wrap-around
 _COUNTER_MASK = 2**32 - 1
+_FAR = 2**29  # beyond all that a run has queued, and still ahead of it with wrap-around
 
 
 class PeerMemoryError(Exception):
@@ -102,22 +103,29 @@ def copy_async(target: int, source: int, num_bytes: int, stream: int) -> None:
 class Counter:
     """A 32-bit word in page-locked host memory that streams of several processes wait for and write, in their order.
 
-    Counts may wrap around; what is waited for must be less than 2^30 away.
+    Counts may wrap around; what is waited for must be less than 2^30 away, and both ends must be less than 2^28 apart.
     """
 
     def __init__(self, host_pointer: int) -> None:
         pointer = ctypes.c_uint64()
         _call("cuMemHostGetDevicePointer_v2", ctypes.byref(pointer), host_pointer, 0)
         self.pointer, self._word = pointer.value, ctypes.c_uint32.from_address(host_pointer)
+        self._last = 0
 
     def write(self, value: int, stream: int) -> None:
         """Set it once all work queued in the stream so far is done."""
+        self._last = value
         _call("cuStreamWriteValue32_v2", stream, self.pointer, value & _COUNTER_MASK, 0)
 
     def wait(self, value: int, stream: int) -> None:
         """What is queued in the stream after this starts once the counter is at least ``value``."""
+        self._last = value
         _call("cuStreamWaitValue32_v2", stream, self.pointer, value & _COUNTER_MASK, _AT_LEAST)
 
     def release(self) -> None:
-        """Let go every stream that waits, now."""
-        self._word.value = (self._word.value + 2**30) & _COUNTER_MASK
+        """Let go every stream that waits, now.
+
+        Writes that are queued take it back, so that it has to be done until the streams have run dry. All processes may
+        do it at once, and again: they set it to nearly the same.
+        """
+        self._word.value = (self._last + _FAR) & _COUNTER_MASK

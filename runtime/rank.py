@@ -48,7 +48,7 @@ def run_rank(job: Job, rank: int, rendezvous: KeyValueStore, report: Report, sto
     """
     store = _open_store(job, rank, rendezvous)
     try:
-        _run(job, rank, store, rendezvous, _one_at_a_time(report), stop or threading.Event())
+        _RankRun(job, rank, store, rendezvous, report, stop or threading.Event()).run()
     except (AbortedRunError, _native.AbortedError):
         pass
     except Exception as error:
@@ -95,101 +95,152 @@ def _one_at_a_time(report: Report) -> Report:
     return locked
 
 
-def _run(job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: Report, stop: Request) -> None:
-    began = time.monotonic()
-    ready_s: dict[str, float] = {}
+class _RankRun:
+    """One rank's parts, made one after the other, each with what it needs; then training, then results."""
 
-    def done(phase: str) -> None:
-        ready_s[phase] = time.monotonic() - began - sum(ready_s.values())
+    def __init__(
+        self, job: Job, rank: int, store: Store, rendezvous: KeyValueStore, report: Report, stop: Request
+    ) -> None:
+        self.job, self.rank, self.store, self.rendezvous, self.stop = job, rank, store, rendezvous, stop
+        self.plan, self.program, self.kind = job.plan, job.plan.program(), job.plan.hardware.device
+        self.report = _one_at_a_time(report)
+        self.threads = self.plan.optimizer_threads or default_optimizer_threads(self.kind, job.num_ranks)
+        self.ready_s: dict[str, float] = {}
+        """Seconds of every part of the start."""
 
-    plan, program, num_ranks = job.plan, job.plan.program(), job.num_ranks
-    kind = plan.hardware.device
-    device, sharers = make_device(plan, rank), ranks_per_device(plan)
-    start_autograd(device.device)
-    device.require_memory(job.memory().ranks[rank], sharers)
-    name = choose_transport(job.transport, kind, num_ranks, sharers > 1)
-    threads = plan.optimizer_threads or default_optimizer_threads(kind, num_ranks)
-    done("device")
-    store.region.advise_huge_pages()
-    masters = MasterState(plan, rank, store, device.device)
-    session = Session(job, program, rank, store, masters, stop, report)
-    settlement = Settlement(plan, program, rank, store, masters, threads, job.hooks, session)
-    share = store.layout.data_span.num_bytes // num_ranks
-    store.region.populate(store.layout.data_span.offset + rank * share, share, threads)
-    done("pages")
-    if job.resume:
-        load_state(job.resume, plan.model, masters, store)
-    elif job.modules:
-        load_weights(job.initial_file, masters, store)
-    elif job.model_folder:
-        load_model(job.model_folder, check_exportable(plan.model), masters, store)
-    else:
-        masters.initialize(plan, store, threads)
-    pids = _exchange_pids(rank, num_ranks, rendezvous)
-    settlement.meet("phase", 0)  # every weight is in place, and all of the region has its pages
-    done("weights")
-    if rank == 0 and kind == "cuda":
-        report({"message": f"page-locking {store.layout.data_span.num_bytes / 2**30:.1f} GiB of host memory"})
-    problem = device.register(store.region, store.layout.data_span)
-    if problem:
-        report({"message": f"rank {rank}: {problem}"})
-    done("page-locking")
-    transport = make_transport(
-        name, program, rank, store, device, rendezvous, job.timeout_s,
-        lambda message: report({"message": f"rank {rank}: {message}"}),
-    )  # fmt: skip
-    feed, validation = job.feeds()
-    network = job.network(device.device)
-    handlers = Handlers(plan, program, rank, store, device, transport, settlement, feed, network, job.hooks)
-    if validation is not None and job.evaluate_every:
-        evaluation = Evaluation(plan, rank, store, device.device, validation, network)
-        if kind == "cuda":
-            session.finish_copies = lambda: torch.cuda.synchronize(device.device)
-        session.evaluate = lambda step: evaluation.run(evaluation_row(job, step))
-    device.finish_lane()
-    executor = Executor(
-        program, rank, store, device, handlers,
-        steps=job.num_steps, traced_from=job.traced_from, hooks=job.hooks, continues=session.continues,
-    )  # fmt: skip
-    settlement.meet("phase", 1)
-    done("buffers and connections")
-    store.step_ends[0, rank] = time.monotonic()
-    reporter = Reporter(job, store, settlement, report) if rank == 0 else None
-    with Watchdog(program, rank, store, job.num_steps, job.timeout_s, pids):
-        try:
-            executor.run()
-            if session.evaluates_after(session.last - 1):
-                session.take_part(session.last)
-        except BaseException:  # an interrupt, say: the other lanes and ranks must not train on
-            store.flags.abort(store.layout.abort)
-            raise
-        finally:
-            if reporter:
-                reporter.join()
-    if session.saver is not None:
-        session.saver.finish()
-    device.resolve_times(store, job.traced_from)
-    used, reserved = device.peak_bytes()
-    store.items[rank] = [handlers.buffers.table_of_bytes()[name] for name in DEVICE_ITEMS]
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    store.peaks[rank] = used + transport.device_bytes, resident, reserved + transport.device_bytes
-    if job.dump_state:
-        _dump_part(job, rank, store, masters)
-    settlement.meet("phase", 2)
-    if rank == 0:
-        about = {
-            "device": device.summary,
-            "transport": transport.name,
-            "optimizer_threads": threads,
-            "rollback": settlement.rollback_kind,
-            "startup_s": ready_s,
+    def run(self) -> None:
+        parts = {
+            "device": self.make_device,
+            "pages": self.make_optimizer,
+            "weights": self.fill_weights,
+            "page-locking": self.lock_pages,
+            "buffers and connections": self.connect,
         }
-        write_results(job, store, settlement, about)
+        for name, make in parts.items():
+            began = time.monotonic()
+            make()
+            self.ready_s[name] = time.monotonic() - began
+        self.train()
+        self.finish()
+
+    def make_device(self) -> None:
+        sharers = ranks_per_device(self.plan)
+        self.device = make_device(self.plan, self.rank)
+        start_autograd(self.device.device)
+        self.device.require_memory(self.job.memory().ranks[self.rank], sharers)
+        self.transport_name = choose_transport(self.job.transport, self.kind, self.job.num_ranks, sharers > 1)
+
+    def make_optimizer(self) -> None:
+        """Masters, moments and undo memory, and this rank's share of the region's pages, made by the threads that
+        will work on them."""
+        store, span, num_ranks = self.store, self.store.layout.data_span, self.job.num_ranks
+        store.region.advise_huge_pages()
+        self.masters = MasterState(self.plan, self.rank, store, self.device.device)
+        self.session = Session(self.job, self.program, self.rank, store, self.masters, self.stop, self.report)
+        self.settlement = Settlement(
+            self.plan, self.program, self.rank, store, self.masters, self.threads, self.job.hooks, self.session
+        )
+        share = span.num_bytes // num_ranks
+        store.region.populate(span.offset + self.rank * share, share, self.threads)
+
+    def fill_weights(self) -> None:
+        job, masters, store = self.job, self.masters, self.store
+        if job.checkpoint and self.rank == 0 and job.checkpoint.data != job.data_name:
+            self.report(
+                {
+                    "message": f"the checkpoint was trained on {job.checkpoint.data}, this run trains on "
+                    f"{job.data_name}, from sequence {job.start.sequences} on"
+                }
+            )
+        if job.resume:
+            load_state(job.resume, self.plan.model, masters, store)
+        elif job.modules:
+            load_weights(job.initial_file, masters, store)
+        elif job.model_folder:
+            load_model(job.model_folder, check_exportable(self.plan.model), masters, store)
+        else:
+            masters.initialize(self.plan, store, self.threads)
+        self.pids = _exchange_pids(self.rank, job.num_ranks, self.rendezvous)
+        self.settlement.meet("phase", 0)  # every weight is in place, and all of the region has its pages
+
+    def lock_pages(self) -> None:
+        span = self.store.layout.data_span
+        if self.rank == 0 and self.kind == "cuda":
+            self.report({"message": f"page-locking {span.num_bytes / 2**30:.1f} GiB of host memory"})
+        problem = self.device.register(self.store.region, span)
+        if problem:
+            self.say(problem)
+
+    def connect(self) -> None:
+        job, plan, program, rank, store, device = (
+            self.job, self.plan, self.program, self.rank, self.store, self.device
+        )  # fmt: skip
+        self.transport = make_transport(
+            self.transport_name, program, rank, store, device, self.rendezvous, job.timeout_s, self.say
+        )
+        feed, validation = job.feeds()
+        network = job.network(device.device)
+        self.handlers = Handlers(
+            plan, program, rank, store, device, self.transport, self.settlement, feed, network, job.hooks
+        )
+        if validation is not None and job.evaluate_every:
+            evaluation = Evaluation(plan, rank, store, device.device, validation, network)
+            if self.kind == "cuda":
+                self.session.finish_copies = lambda: torch.cuda.synchronize(device.device)
+            self.session.evaluate = lambda step: evaluation.run(evaluation_row(job, step))
+        device.finish_lane()
+        self.executor = Executor(
+            program, rank, store, device, self.handlers,
+            steps=job.num_steps, traced_from=job.traced_from, hooks=job.hooks, continues=self.session.continues,
+        )  # fmt: skip
+        self.settlement.meet("phase", 1)
+
+    def train(self) -> None:
+        job, store, session = self.job, self.store, self.session
+        store.step_ends[0, self.rank] = time.monotonic()
+        reporter = Reporter(job, store, self.settlement, self.report) if self.rank == 0 else None
+        with Watchdog(self.program, self.rank, store, job.num_steps, job.timeout_s, self.pids):
+            try:
+                self.executor.run()
+                if session.evaluates_after(session.last - 1):
+                    session.take_part(session.last)
+            except BaseException:  # an interrupt, say: the other lanes and ranks must not train on
+                store.flags.abort(store.layout.abort)
+                raise
+            finally:
+                if reporter:
+                    reporter.join()
+        if session.saver is not None:
+            session.saver.finish()
+
+    def finish(self) -> None:
+        job, rank, store, device = self.job, self.rank, self.store, self.device
+        device.resolve_times(store, job.traced_from)
+        used, reserved = device.peak_bytes()
+        messages = self.transport.device_bytes
+        store.items[rank] = [self.handlers.buffers.table_of_bytes()[name] for name in DEVICE_ITEMS]
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        store.peaks[rank] = used + messages, resident, reserved + messages
         if job.dump_state:
-            _merge_dump(job)
-    settlement.meet("phase", 3)
-    transport.close()
-    device.close()
+            _dump_part(job, rank, store, self.masters)
+        self.settlement.meet("phase", 2)
+        if rank == 0:
+            about = {
+                "device": device.summary,
+                "transport": self.transport.name,
+                "optimizer_threads": self.threads,
+                "rollback": self.settlement.rollback_kind,
+                "startup_s": self.ready_s,
+            }
+            write_results(job, store, self.settlement, about)
+            if job.dump_state:
+                _merge_dump(job)
+        self.settlement.meet("phase", 3)
+        self.transport.close()
+        device.close()
+
+    def say(self, message: str) -> None:
+        self.report({"message": f"rank {self.rank}: {message}"})
 
 
 def _exchange_pids(rank: int, num_ranks: int, rendezvous: KeyValueStore) -> list[int]:

@@ -1,16 +1,18 @@
-"""Text from a trained model: forward passes on the CPU, every weight read from its file when its layer is due."""
+"""Text from a trained model: forward passes in fp32, every weight read from its file when its layer is due."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from spipe.errors import SpipeError
+from spipe.errors import SpipeError, unknown
 from spipe.model import from_huggingface
 from spipe.runtime import layers
 from spipe.runtime.checkpoint import find_checkpoint
 from spipe.runtime.data import VOCABULARY, load_tokenizer
 from spipe.runtime.huggingface import CONFIG, ModelFolder, parameter_name
+
+DEVICES = ("cpu", "cuda")
 
 
 class Sampler:
@@ -20,7 +22,8 @@ class Sampler:
     token; a text that does not go on from the last one starts anew.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
+        self.device = torch.device(device)
         self.model = from_huggingface(folder)
         self.weights = ModelFolder(folder, self.model)
         self.seen: list[int] = []
@@ -38,11 +41,11 @@ class Sampler:
     def logits(
         self, tokens: torch.Tensor, first: int = 0, past: Sequence[layers.KeysAndValues] | None = None
     ) -> torch.Tensor:
-        """Logits (s, V) in fp32 for tokens (s,), with all weights in fp32; ``first``: tokens that are in ``past``."""
+        """Logits (s, V) in fp32, on the CPU, for tokens (s,); ``first``: tokens that are in ``past``."""
         model, tied = self.model, self.model.tied_parameters()
         stop = first + len(tokens)
-        rotary = layers.RotaryTable.build(model, stop, torch.float32, torch.device("cpu")).part(first, stop)
-        x = tokens[None]
+        rotary = layers.RotaryTable.build(model, stop, torch.float32, self.device).part(first, stop)
+        x = tokens[None].to(self.device)
         with torch.no_grad():
             for layer in range(model.num_total_layers):
                 kind = model.layer_kind(layer)
@@ -50,19 +53,20 @@ class Sampler:
                 for name in model.parameter_shapes(kind):
                     owner = tied[0] if tied and (layer, name) == tied[1] else (layer, name)
                     key = parameter_name(model, *owner)
-                    parameters[name] = self.weights.files[key].view(key).float()
+                    parameters[name] = self.weights.files[key].view(key).to(self.device).float()
                 if kind == "embedding":
                     x = layers.embedding(parameters, x)
                 elif kind == "block":
                     x = layers.block(parameters, x, model, rotary, past=past[layer - 1] if past else None)
                 else:
                     x = layers.logits(parameters, x, model)
-        return x[0]
+        return x[0].cpu()
 
 
 def generate(
-    source: Path, prompt: str, max_tokens: int, *, temperature: float = 0.8, top_k: int | None = None, seed: int = 0
-) -> Iterator[str]:
+    source: Path, prompt: str, max_tokens: int, *, temperature: float = 0.8, top_k: int | None = None, seed: int = 0,
+    device: str = "cpu",
+) -> Iterator[str]:  # fmt: skip
     """The text that follows ``prompt``, piece by piece; the same seed gives the same text.
 
     Args:
@@ -70,17 +74,22 @@ def generate(
             tokenizer's, otherwise bytes.
         temperature: 0 for the likeliest token each time.
         top_k: only among so many of the likeliest.
+        device: ``cpu`` or ``cuda``, where layers are computed one by one.
 
     Raises:
-        SpipeError: if there is no model, or nothing to go on from.
+        SpipeError: if there is no model, nothing to go on from, or no such device.
     """
     if not temperature >= 0:
         raise SpipeError(f"temperature = {temperature} should be at least 0")
+    if device not in DEVICES:
+        raise unknown("device", device, DEVICES)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SpipeError("device = cuda, but PyTorch finds no CUDA device here; use cpu")
     has_model = (source / CONFIG).is_file() and not (source / "plan.json").is_file()
     folder = source if has_model else find_checkpoint(source)
     if not (folder / CONFIG).is_file():
         raise SpipeError(f"{folder}: no {CONFIG}; text comes from built-in models, not from a list of layers")
-    sampler = Sampler(folder)
+    sampler = Sampler(folder, device)
     vocab_size = sampler.model.vocab_size
     if (folder / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(folder)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from spipe.ops import Kind
 from spipe.program import Program
-from spipe.runtime.checkpoint import Bucket, Position, Saver
+from spipe.runtime.checkpoint import Position
+from spipe.runtime.saver import Bucket, Saver
 
 if TYPE_CHECKING:
     from spipe.runtime.job import Job

@@ -88,6 +88,7 @@ class Fit:
                     mine = [op for op in ops if _shape(op.costs) == shape and op.layer_counts[layer]]
                     seconds[shape, layer, name] = value, mine
         self.fill_unseen(seconds)
+        self.issue()
         entries = {entry.key: entry for entry in self.hardware.measured}
         for (shape, layer, name), (value, ops) in seconds.items():
             costs = self.shapes[shape]
@@ -108,6 +109,22 @@ class Fit:
             self.fitted_layers[entry.key] = _layer_text(entry)
             self.note(_layer_text(entry), value, "s", ops)
         self.update({"measured": "measured"}, measured=tuple(entries.values()))
+
+    def issue(self) -> None:
+        """What the host needs to issue a pass of a layer: the bound for layers smaller than those of these runs."""
+        found: dict[PassName, float] = {}
+        for kind, name in _PASSES:
+            issued = [op for op in self.of_kind(kind) if op.issue_s > 0 and op.layer_counts["block"]]
+            if issued:
+                found[name] = median(
+                    min(op.issue_s, op.seconds.median) / (op.layer_counts["block"] + op.layer_counts["head"])
+                    for op in issued
+                )
+                self.note(f"issuing a layer's {name}", found[name], "s", issued)
+        if found:
+            accelerator = self.hardware.accelerator
+            issue_s = {**accelerator.layer_issue_s, **found}
+            self.update({"accelerator.layer_issue_s": "fitted"}, accelerator=accelerator.replace(layer_issue_s=issue_s))
 
     def set_threads(self) -> None:
         if self.hardware.device != "cpu":

@@ -93,7 +93,15 @@ class CostModel:
     @cached_property
     def _layer_seconds(self) -> dict[tuple[str, PassName], float]:
         kinds = dict.fromkeys(map(self.model.layer_kind, range(self.model.num_total_layers)))
-        return {(kind, name): self._layer_s(kind, name) for kind in kinds for name in PASS_FACTOR}
+        return {
+            (kind, name): max(self._layer_s(kind, name), self._issue_s(kind, name))
+            for kind in kinds
+            for name in PASS_FACTOR
+        }
+
+    def _issue_s(self, kind: str, pass_name: PassName) -> float:
+        """Least seconds of a pass of a layer, however few its operations: what the host needs to issue its kernels."""
+        return 0.0 if kind == "embedding" else self.hardware.accelerator.layer_issue_s.get(pass_name, 0.0)
 
     def _layer_s(self, kind: str, pass_name: PassName) -> float:
         hardware = self.hardware

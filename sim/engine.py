@@ -154,17 +154,19 @@ class _Engine:
 
     def _run(self, lane: int) -> Generator[simpy.Event, None, None]:
         """A lane: start what can start, wait for the end of its current op, release what waits for it, go on."""
-        env, resume, woken = self.env, self.fluid.resume, [lane]
+        env, resume, advance, release = self.env, self.fluid.resume, self._advance, self._release
+        completions, flows, current = self.completion, self.flow, self.current
+        now, woken = env.now, [lane]
         while True:
-            self.completion[lane] = completion = Completion(env)
-            now = env.now
+            completions[lane] = completion = Completion(env)
             while woken:  # lanes that can go on, and those that they wake by ops that take no time
-                self._advance(woken.pop(), now, woken)
+                advance(woken.pop(), now, woken)
             yield completion
-            flow = self.flow[lane]
+            flow = flows[lane]
             while flow is not None and (again := resume(flow)) is not None:
                 yield again
-            self._release(self.current[lane], env.now, woken)
+            now = env.now
+            release(current[lane], now, woken)
             woken.append(lane)
 
     def _advance(self, lane: int, now: float, woken: list[int]) -> None:

@@ -1,13 +1,13 @@
 """Explain: what limits a plan, the critical path in words, and what one better part would buy."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from spipe.hardware import HardwareSpec
-from spipe.ops import COMPUTE, RECVS, SENDS, Kind
+from spipe.ops import COLLECTIVES, COMPUTE, RECVS, SENDS, Kind
 from spipe.sim.simulation import Simulation, simulate
 
 _WORDS = {
@@ -19,6 +19,7 @@ _WORDS = {
     Kind.OFFLOAD_GRAD: "gradients to the host",
     Kind.STEP: "optimizer",
 }
+_GAIN = 0.001  # part of the step; less is none
 _RESOURCES = {
     "compute": "the accelerators' compute",
     "messages": "messages between accelerators",
@@ -43,8 +44,8 @@ class Segment:
 @dataclass(frozen=True)
 class Explanation:
     """Attributes:
-    resource: what most of the critical path is.
-    shares: resource -> seconds of the critical path; they sum to a step that stands alone.
+    resource: what the best change is about or, if none gains, most of the critical path.
+    shares: resource -> seconds of the critical path; they sum to a step.
     path: the critical path, first to last.
     changes: for every single change, ``change``, ``step_s`` and ``gain`` (part of the step saved), best first.
     """
@@ -65,7 +66,8 @@ class Explanation:
     def words(self) -> Iterator[str]:
         """Sentences."""
         total = math.fsum(self.shares.values())
-        yield f"limited by {self.resource}"
+        largest = _RESOURCES[max(self.shares, key=lambda name: self.shares[name])]
+        yield f"limited by {self.resource}" + (", where a better part gains most" if self.resource != largest else "")
         parts = sorted(self.shares.items(), key=lambda item: -item[1])
         yield "the critical path of a step is " + ", ".join(
             f"{100 * seconds / total:.0f} % {_RESOURCES[name]}" for name, seconds in parts if seconds > 0.005 * total
@@ -76,32 +78,40 @@ class Explanation:
             ops = f"{segment.num_ops} op{'s' if segment.num_ops > 1 else ''}"
             yield f"  {segment.what} on {ranks}: {ops}, {segment.seconds:.4g} s"
         for change in self.changes:
-            verb = f"{100 * change['gain']:.1f} % less" if change["gain"] >= 0.001 else "no gain"
+            verb = f"{100 * change['gain']:.1f} % less" if change["gain"] >= _GAIN else "no gain"
             yield f"{change['change']}: {change['step_s']:.4g} s a step, {verb}"
 
 
 def explain(simulation: Simulation) -> Explanation:
-    """What limits a simulated plan. Simulates it again on hardware that is better in one part at a time."""
+    """What limits a simulated plan. Simulates it again on hardware that is better in one part at a time.
+
+    The longest part of the critical path need not be what limits: next to it may lie a path of other resources that is
+    nearly as long.
+    """
     path = tuple(_segments(simulation))
     shares = dict.fromkeys(_RESOURCES, 0.0)
     for segment in path:
         shares[segment.resource] += segment.seconds
-    changes = []
+    changes, helped = [], []
     plan, options = simulation.plan, simulation.plan.options
-    variants = [(what, plan.replace(hardware=hardware)) for what, hardware in better(simulation.hardware)]
+    variants = [(what, names, plan.replace(hardware=hardware)) for what, names, hardware in better(simulation.hardware)]
     if options.weight_slots is not None:
         roomier = options.replace(weight_slots=options.weight_slots + 1)
         what = "accelerator memory for the weights of one more stage"
-        variants.append((what, plan.replace(hardware=simulation.hardware, options=roomier)))
-    for what, variant in variants:
+        variants.append((what, ("weights",), plan.replace(hardware=simulation.hardware, options=roomier)))
+    for what, names, variant in variants:
         step_s = simulate(variant, contention=simulation.contention).step_s
-        changes.append({"change": what, "step_s": step_s, "gain": 1 - step_s / simulation.step_s})
+        gain = 1 - step_s / simulation.step_s
+        changes.append({"change": what, "step_s": step_s, "gain": gain})
+        helped.append((gain, names))
     changes.sort(key=lambda change: -float(str(change["gain"])))
-    return Explanation(_RESOURCES[max(shares, key=lambda name: shares[name])], shares, path, tuple(changes))
+    most, names = max(helped, key=lambda item: item[0])
+    limiting = max(names if most >= _GAIN else tuple(shares), key=lambda name: shares[name])
+    return Explanation(_RESOURCES[limiting], shares, path, tuple(changes))
 
 
-def better(hardware: HardwareSpec) -> Iterator[tuple[str, HardwareSpec]]:
-    """(what, hardware) with one part twice as good."""
+def better(hardware: HardwareSpec) -> Iterator[tuple[str, tuple[str, ...], HardwareSpec]]:
+    """(what, resources that it is about, hardware) with one part twice as good."""
     accelerator, cpu = hardware.accelerator, hardware.cpu
 
     def links(chosen: bool, network: bool) -> HardwareSpec:
@@ -120,6 +130,7 @@ def better(hardware: HardwareSpec) -> Iterator[tuple[str, HardwareSpec]]:
 
     yield (
         "accelerators twice as fast",
+        ("compute",),
         hardware.replace(
             accelerator=accelerator.replace(
                 peak_flops={dtype: 2 * flops for dtype, flops in accelerator.peak_flops.items()},
@@ -128,11 +139,13 @@ def better(hardware: HardwareSpec) -> Iterator[tuple[str, HardwareSpec]]:
             measured=tuple(entry.replace(seconds=entry.seconds / 2) for entry in hardware.measured),
         ),
     )
-    yield "one PCIe generation more (links within hosts twice as fast)", links(True, False)
+    copied = ("messages", "weights", "gradients")
+    yield "one PCIe generation more (links within hosts twice as fast)", copied, links(True, False)
     if hardware.num_hosts > 1:
-        yield "a network twice as fast", links(True, True)
+        yield "a network twice as fast", copied, links(True, True)
     yield (
         "twice the cores and host memory bandwidth",
+        ("optimizer",),
         hardware.replace(
             cpu=cpu.replace(
                 cores=2 * cpu.cores,
@@ -154,33 +167,55 @@ def _segments(simulation: Simulation) -> Iterator[Segment]:
 
 
 def _critical_ops(simulation: Simulation) -> list[tuple[int, float]]:
-    """(op, seconds that it adds) from the first op of a step that stands alone to its last; they sum to its length.
+    """(op, seconds that it adds) between the VALIDATEs of the last two steps; they sum to the step's length.
 
-    From the op that ends last, always on to what it waited for longest: a dependency, or the op before it in its lane.
+    From the VALIDATE that ends the step, always on to what an op waited for longest: a dependency, in the step before,
+    too, or the op before it in its lane. Of a step that stands alone: from its last op to its first.
     """
-    program, alone = simulation.program, simulation._isolated
-    before = [-1] * len(program)
-    last: dict[int, int] = {}
-    for i, lane in enumerate(program.lane):
-        before[i] = last.get(lane, -1)
-        last[lane] = i
-    origin = min(alone.start_s)
-    i = max(range(len(program)), key=lambda j: (alone.end_s[j], j))
+    program, count, last = simulation.program, len(simulation.program), simulation.last_step
+    start, end = simulation.timeline.start_s, simulation.timeline.end_s
+    before = _before_in_lane(simulation)
+    collectives = list(program.collectives())
+
+    def latest(nodes: Iterable[int]) -> int:
+        return max(nodes, key=lambda k: (end[k], k), default=-1)
+
+    def causes(k: int) -> set[int]:
+        i = k % count
+        together = [i, program.partner[i]] if program.partner[i] >= 0 else [i]
+        if program.kind[i] in COLLECTIVES:
+            together = next(list(group) for group in collectives if i in group)
+        found = {before.get(k - i + j, -1) for j in together}
+        found |= {k - i + d for j in together for d in program.dependencies[j]}
+        found |= {k - i + d - count * program.lag(j, d) for j in together for d in program.carried[j]}
+        return {d for d in found if d >= 0}.difference(seen, (k - i + j for j in together))
+
+    validated = [i for i, kind in enumerate(program.kind) if kind == Kind.VALIDATE]
+    k = latest(last * count + i for i in validated) if last else latest(range(count))
+    origin = max(end[(last - 1) * count + i] for i in validated) if last else min(start)
     path: list[tuple[int, float]] = []
     seen: set[int] = set()
-    end = alone.end_s[i]
-    while True:
-        seen.add(i)
-        together = [i, program.partner[i]] if program.partner[i] >= 0 else [i]
-        if program.kind[i] in (Kind.VALIDATE, Kind.BARRIER):
-            together = next(list(group) for group in program.collectives() if i in group)
-        causes = {d for j in together for d in (*program.dependencies[j], before[j]) if d >= 0} - seen - set(together)
-        cause = max(causes, key=lambda j: (alone.end_s[j], j), default=-1)
-        begin = min(alone.end_s[cause], end) if cause >= 0 else origin
-        path.append((i, end - begin))
-        if cause < 0:
-            return path[::-1]
-        i, end = cause, begin
+    done = end[k]
+    while done > origin:
+        seen.add(k)
+        cause = latest(causes(k))
+        begin = max(min(end[cause], done), origin) if cause >= 0 else origin
+        path.append((k % count, done - begin))
+        k, done = cause, begin
+    return path[::-1]
+
+
+def _before_in_lane(simulation: Simulation) -> dict[int, int]:
+    """The op before an op in its lane, by step and op: in the lane's order or, by deadline, as they came."""
+    program, count = simulation.program, len(simulation.program)
+    start, end = simulation.timeline.start_s, simulation.timeline.end_s
+    queues: list[list[int]] = [[] for _ in program.lanes]
+    for k in range(len(start)):
+        queues[program.lane[k % count]].append(k)
+    for lane, queue in zip(program.lanes, queues, strict=True):
+        if lane.discipline == "deadline":
+            queue.sort(key=lambda k: (start[k], end[k], k))
+    return {k: before for queue in queues for before, k in pairwise(queue)}
 
 
 def _what(kind: int) -> str:

@@ -34,6 +34,7 @@ class Measurement:
         costs: the cost model of the run: shapes, precision, threads.
         group: which ops.
         seconds: how long the op took; on device ``cpu`` the processor time it used, where the trace has it.
+        issue_s: how long the host took to issue it where it was quick; 0 where the trace does not tell.
         gap_s: what its lane took to get to it, on average but for the worst tenth; on device ``cuda`` of compute ops.
         layer_counts: layers by kind, for compute ops.
         num_bytes, source, target: for copies and messages.
@@ -44,6 +45,7 @@ class Measurement:
     group: Group
     kind: Kind
     seconds: Samples
+    issue_s: float
     gap_s: float
     layer_counts: Counter[str]
     num_bytes: float
@@ -106,7 +108,7 @@ def measurements(
         )
     costs = CostModel.of(plan, hardware)
     pricing = Pricing(costs, program)
-    durations, gaps = _Reading(program, trace, costs, steps, where).groups()
+    durations, gaps, issues = _Reading(program, trace, costs, steps, where).groups()
     found = []
     for (kind_number, stage, bucket), values in durations.items():
         kind, i = Kind(kind_number), _example(program, kind_number, stage, bucket)
@@ -123,6 +125,7 @@ def measurements(
                 group=(kind_number, stage, bucket),
                 kind=kind,
                 seconds=samples,
+                issue_s=_lower_quartile(issues[kind_number, stage, bucket]),
                 gap_s=_usual_mean(gaps[kind_number, stage, bucket])
                 if hardware.device == "cpu" or kind in COMPUTE
                 else 0.0,
@@ -144,6 +147,11 @@ def _usual_mean(values: list[float]) -> float:
     return sum(kept) / len(kept) if kept else 0.0
 
 
+def _lower_quartile(values: list[float]) -> float:
+    """Launches that had to wait (for a full queue, say) are not what issuing takes."""
+    return sorted(values)[len(values) // 4] if values else 0.0
+
+
 def _example(program: Program, kind: int, stage: int, bucket: int) -> int:
     """Any op of a group."""
     return next(
@@ -161,11 +169,12 @@ class _Reading:
         self.on_cpu = costs.hardware.device == "cpu"
         self.row = {(step, op): row for row, (step, op) in enumerate(zip(trace.step, trace.op, strict=True))}
 
-    def groups(self) -> tuple[dict[Group, list[float]], dict[Group, list[float]]]:
-        """Durations and gaps of the ops of each group."""
+    def groups(self) -> tuple[dict[Group, list[float]], dict[Group, list[float]], dict[Group, list[float]]]:
+        """Durations, gaps and issue times of the ops of each group."""
         program, trace = self.program, self.trace
         durations: dict[Group, list[float]] = defaultdict(list)
         gaps: dict[Group, list[float]] = defaultdict(list)
+        issues: dict[Group, list[float]] = defaultdict(list)
         could_start = self.could_start()
         for row, (i, step) in enumerate(zip(trace.op, trace.step, strict=True)):
             kind = Kind(program.kind[i])
@@ -173,6 +182,8 @@ class _Reading:
                 continue
             group = (int(kind), program.stage[i], program.index[i] if kind in _BUCKETED else 0)
             durations[group].append(self.seconds(row))
+            if not self.on_cpu and trace.cpu_s[row] > 0:
+                issues[group].append(trace.cpu_s[row])
             before = could_start[row]
             if program.partner[i] >= 0:  # the wait for the other side is not what the lane takes
                 other = self.row.get((step, program.partner[i]))
@@ -184,7 +195,7 @@ class _Reading:
             for step in self.steps:
                 rows = [self.row[step, i] for i in members if (step, i) in self.row]
                 durations[group].append(max(trace.end_s[row] for row in rows) - max(trace.start_s[row] for row in rows))
-        return durations, gaps
+        return durations, gaps, issues
 
     def could_start(self) -> list[float]:
         """For every row the time at which its op was ready and its lane free; infinite for the first op of a lane."""

@@ -41,7 +41,8 @@ class OpCosts:
         seconds: time of the op if nothing else runs. Both halves of a message have the message's.
         flows: what the op takes of the shared resources; None: nothing.
         issue_s: time between the starts of two compute ops of a rank that the host needs at least.
-        capacities: of the shared resources: bytes per second of every edge, then of every host's memory; then cores.
+        capacities: of the shared resources: bytes per second of every edge and of every NUMA domain's memory, then
+            cores of every domain.
     """
 
     seconds: list[float]
@@ -68,9 +69,13 @@ class Pricing:
         direct = program.options.message_route == "p2p"
         by_host = self.hardware.model_copy(update={"peer_to_peer": False, "gpu_direct_rdma": False})
         self.message_topology = (self.hardware if direct else by_host).topology
+        self.topology = self.hardware.topology
+        per_host = self.topology.num_domains
+        self.num_domains = self.hardware.num_hosts * per_host
+        self.domain_cores = self.hardware.cpu.cores / per_host
         self.capacities = [edge.bandwidth_bytes_per_s for edge in self.edges]
-        self.capacities += [self.hardware.cpu.memory_bandwidth_bytes_per_s] * self.hardware.num_hosts
-        self.capacities += [float(self.hardware.cpu.cores)] * self.hardware.num_hosts
+        self.capacities += [self.hardware.cpu.memory_bandwidth_bytes_per_s / per_host] * self.num_domains
+        self.capacities += [self.domain_cores] * self.num_domains
         self.owner = [-1] * program.layout.num_layers
         for stage in program.layout.backward:
             for layer in stage.layers:
@@ -210,18 +215,18 @@ class Pricing:
 
     def parts(self, i: int) -> list[Part]:
         """The bytes an op moves, by route."""
-        program, model, hardware = self.program, self.model, self.hardware
+        program, model = self.program, self.model
         kind = Kind(program.kind[i])
         source, target = self.ends(i)
         if kind in _HELD and self.is_local(i):
             return []
         if kind is Kind.FETCH:
-            by_host: dict[int, float] = {}
+            by_domain: dict[int, float] = {}
             for layer in self.bucket(i):
-                host = hardware.host_of(self.owner[layer])
                 size = model.num_parameters(range(layer, layer + 1)) * model.element_bytes
-                by_host[host] = by_host.get(host, 0.0) + size
-            return [(self.copy_route(("memory", host), target), size) for host, size in by_host.items()]
+                for domain, part in self.domains(self.owner[layer], model.adam_threads):
+                    by_domain[domain] = by_domain.get(domain, 0.0) + part * size
+            return [(self.copy_route(("domain", domain), target), size) for domain, size in by_domain.items()]
         if kind is Kind.OFFLOAD_GRAD:
             num_bytes = model.num_trained_parameters(self.bucket(i)) * model.gradient_element_bytes
         elif kind is Kind.STORE_WEIGHTS:
@@ -244,7 +249,7 @@ class Pricing:
         ends = [place for place in (source, target) if place[0] == "gpu"]
         if cpu.page_locked or cpu.pageable_bytes_per_s is None or len(ends) == 2:
             return route
-        bounce = self.hardware.host_of(ends[0][1])
+        bounce = self.topology.domain_of(ends[0][1])
         accesses = dict(route.memory_accesses)
         accesses[bounce] = accesses.get(bounce, 0) + 2
         return replace(
@@ -252,6 +257,16 @@ class Pricing:
             bandwidth_bytes_per_s=min(route.bandwidth_bytes_per_s, cpu.pageable_bytes_per_s),
             memory_accesses=tuple(sorted(accesses.items())),
         )
+
+    def domains(self, rank: int, threads: float) -> list[tuple[int, float]]:
+        """(NUMA domain, part) of so many threads of a rank: the domain nearest to its accelerator, and more if need be.
+
+        What threads write first, such as weights and optimizer state, lies in the memory of their domain.
+        """
+        per_host, nearest = self.topology.num_domains, self.topology.domain_of(rank)
+        count = min(per_host, math.ceil(threads / self.domain_cores))
+        first = nearest - nearest % per_host
+        return [(first + (nearest + k) % per_host, 1 / count) for k in range(count)]
 
     def bucket(self, i: int) -> range:
         """Layers of a weight op."""
@@ -271,7 +286,7 @@ class Pricing:
             return seconds, self.on_cores(seconds, threads, parts, _BRIEF_SHARE)
         if bandwidth_s < 0.5 * seconds or bandwidth_s == 0:
             return seconds, None
-        return seconds, self.flow(seconds, num_bytes / seconds, self.uses(parts, seconds))
+        return seconds, self.flow(seconds, seconds / num_bytes, self.uses(parts, seconds))
 
     def is_local(self, i: int) -> bool:
         """Whether weight op ``i`` stays inside an accelerator, which holds the layer."""
@@ -284,7 +299,7 @@ class Pricing:
 
     def bandwidth(self, route: Route) -> float:
         """Bytes per second of a transfer that is alone; the memory of a host on the way may be what limits it."""
-        limits = [self.capacities[self.num_edges + host] / accesses for host, accesses in route.memory_accesses]
+        limits = [self.capacities[self.num_edges + domain] / accesses for domain, accesses in route.memory_accesses]
         return min([route.bandwidth_bytes_per_s, *limits])
 
     def uses(self, parts: list[Part], seconds: float) -> dict[int, float]:
@@ -293,8 +308,8 @@ class Pricing:
         for route, size in parts:
             for edge in route.edges:
                 uses[edge] = uses.get(edge, 0.0) + size / seconds
-            for host, accesses in route.memory_accesses:
-                memory = self.num_edges + host
+            for domain, accesses in route.memory_accesses:
+                memory = self.num_edges + domain
                 uses[memory] = uses.get(memory, 0.0) + accesses * size / seconds
         return uses
 
@@ -306,8 +321,9 @@ class Pricing:
             return None
         uses = self.uses(parts, seconds) if parts else {}
         for rank, count in threads:
-            cores = self.num_edges + self.hardware.num_hosts + self.hardware.host_of(rank)
-            uses[cores] = uses.get(cores, 0.0) + count
+            for domain, part in self.domains(rank, count):
+                cores = self.num_edges + self.num_domains + domain
+                uses[cores] = uses.get(cores, 0.0) + part * count
         return self.flow(seconds, share, uses)
 
     def flow(self, seconds: float, share: float, uses: dict[int, float]) -> FlowSpec | None:
@@ -315,7 +331,11 @@ class Pricing:
         return FlowSpec(seconds, 1.0, share, limited) if limited else None
 
     def step(self, i: int, overhead: float) -> tuple[float, FlowSpec | None]:
-        """Adam on a bucket: shares cores and, byte for byte, memory bandwidth with the copies of its host."""
+        """Adam on a bucket: shares cores and memory bandwidth with the copies of its NUMA domain.
+
+        Copies share byte for byte. The optimizer's threads ask for more and get more: where memory is short, copies and
+        optimizer become slower in proportion (on one H200 host: to 0.63 and 0.70 of their speeds alone).
+        """
         program, model = self.program, self.model
         parameters = model.num_stepped_parameters(self.bucket(i))
         if self.is_local(i):
@@ -324,14 +344,16 @@ class Pricing:
         seconds = parameters / model.adam_rate + overhead
         if seconds == 0:
             return seconds, None
-        host = self.hardware.host_of(program.rank[i])
         rate = parameters * model.adam_bytes / seconds
         cores = model.adam_threads * (_STEP_CORES if program.options.optimizer_workers > 1 else 1.0)
-        uses = {
-            self.num_edges + host: rate,
-            self.num_edges + self.hardware.num_hosts + host: cores,
-        }
-        return seconds, self.flow(seconds, 1.0 if self.on_cpu else rate, uses)
+        uses: dict[int, float] = {}
+        for domain, part in self.domains(program.rank[i], model.adam_threads):
+            uses[self.num_edges + domain] = part * rate
+            uses[self.num_edges + self.num_domains + domain] = part * cores
+        rank = program.rank[i]
+        copies = self.bandwidth(self.copy_route(("memory", self.hardware.host_of(rank)), ("gpu", rank)))
+        share = 1.0 if self.on_cpu else 1 / min(rate, copies)
+        return seconds, self.flow(seconds, share, uses)
 
     def collective_s(self, kind: Kind) -> float:
         """A small collective: up and down a tree of the ranks, one message latency a level."""

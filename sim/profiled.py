@@ -87,7 +87,10 @@ class _Assembly:
             "peak_flops": peaks,
             "max_efficiency": 1.0,
             "half_efficiency_tokens": 0.0,
-            "launch_overhead_s": self.of("accelerator.launch_overhead_s", self.profile.find("issue")),
+            "launch_overhead_s": self.of("accelerator.launch_overhead_s", self.profile.find("issue")[:1]),
+            "layer_issue_s": {
+                s.about["pass_name"]: median(s.seconds) for s in self.profile.find("issue") if "pass_name" in s.about
+            },
             "compute_threads": self.machine["compute_threads"] if self.on_cpu else 1,
         }
         spec = HardwareSpec.model_validate(

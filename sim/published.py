@@ -31,6 +31,8 @@ OPTIMIZER_WORKERS = 2
 
 
 _LARGEST = 2**24  # of a whole number: what a plan takes
+_RANKS_PER_HOST = 4
+_TFLOPS = 0.2, 3000.0  # of an accelerator; anything else is a time in another unit
 
 
 @dataclass(frozen=True)
@@ -242,11 +244,10 @@ def _check(where: str, run: Run) -> None:
             f"{run.measured_s * 1e3:g}; both are in milliseconds"
         )
     flops = run.model.model_flops_per_token(run.sequence) * run.global_batch * run.sequence
-    if run.tflops is not None:
-        ranks = 4 * run.num_hosts
-        implied = flops / (run.measured_s * ranks * 1e12)
-        if not 0.5 < implied / run.tflops < 2:
-            raise SpipeError(
-                f"{where}: elapsed_time_ms = {run.measured_s * 1e3:g} means {implied:.4g} TFLOP/s a GPU, but tflops = "
-                f"{run.tflops:g}; is the time in milliseconds?"
-            )
+    implied = flops / (run.measured_s * _RANKS_PER_HOST * run.num_hosts * 1e12)
+    text = f"{where}: elapsed_time_ms = {run.measured_s * 1e3:g} means {implied:.4g} TFLOP/s a GPU, "
+    if run.tflops is not None and not 0.5 < implied / run.tflops < 2:
+        raise SpipeError(f"{text}but tflops = {run.tflops:g}; is the time in milliseconds?")
+    low, high = _TFLOPS
+    if not low < implied < high:
+        raise SpipeError(f"{text}which should be {low:g} to {high:g}; is the time in milliseconds?")

@@ -23,8 +23,8 @@ class FlowSpec:
     Attributes:
         work: amount of work, in any unit; at its cap the flow lasts ``work / cap``.
         cap: highest rate, work per second.
-        share: weight in the fair sharing. Equal weights share equally in units of work; weights equal to the caps slow
-            everybody down by the same factor.
+        share: weight of its rate in the fair sharing. Weights equal to the caps slow everybody down by one factor;
+            weights of the caps divided by what is taken at them give everybody the same amount.
         uses: (resource, amount of it that one unit of rate takes).
     """
 
@@ -37,11 +37,12 @@ class FlowSpec:
 class Completion(simpy.Event):
     """The end of an op, scheduled when the op begins: one event an op, whether its lane had to wait for it or not."""
 
+    _ok = True
+    _value = None
+
     def begin(self, delay: float) -> None:
         """The op begins now and takes ``delay`` seconds."""
-        self._ok = True
-        self._value = None
-        self.env.schedule(self, delay=delay)
+        self.env.schedule(self, simpy.events.NORMAL, delay)
 
 
 class Flow:

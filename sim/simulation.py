@@ -16,7 +16,7 @@ from spipe.sim.engine import Timeline, play
 from spipe.sim.pricing import OpCosts, op_costs
 from spipe.trace import Trace
 
-SETTLING_STEPS = 4  # with stale weights: STEPs may be two steps behind before anything waits for them
+SETTLING_STEPS = 10  # with stale weights: STEPs fall behind little by little before anything waits for them
 
 
 @dataclass(frozen=True)

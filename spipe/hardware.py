@@ -54,6 +54,8 @@ class Accelerator(Spec):
     """Tokens at which half of ``max_efficiency`` is reached where the hidden size is far larger, or the reverse."""
     launch_overhead_s: NonNegative = 0.0
     """Time in which the host issues one op."""
+    layer_issue_s: dict[Literal["forward", "recompute", "backward"], NonNegative] = Field(default_factory=dict)
+    """Time in which the host issues a pass of a block or head: on a GPU, the pass takes no less."""
     compute_threads: Count = 1
     """Device ``cpu``: cores that one rank computes with."""
 
@@ -83,7 +85,7 @@ class Cpu(Spec):
 
     name: Text
     num_domains: Count = 1
-    """NUMA domains."""
+    """NUMA domains. Cores and memory are shared by domain where the links name a memory for each (``memory0``, ..)."""
     cores: Count
     memory_bytes: Unlimited
     usable_memory_bytes: Unlimited
@@ -253,9 +255,11 @@ class HardwareSpec(Spec):
         threads, cores = self.accelerator.compute_threads, self.cpu.cores
         if self.device == "cpu" and threads > cores:
             raise ValueError(f"accelerator.compute_threads = {threads} should not exceed cpu.cores = {cores}")
-        topology = self.topology
-        topology.route(("gpu", 0), ("memory", 0))
-        topology.route(("memory", 0), ("gpu", self.num_ranks - 1))
+        topology, last = self.topology, self.num_hosts - 1
+        for rank in self.ranks_of(last):
+            topology.route(("gpu", rank), ("memory", last))
+        for rank in {0, self.num_ranks - 1}:
+            topology.route(("memory", 0), ("gpu", rank))
         return self
 
     @property

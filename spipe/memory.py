@@ -25,6 +25,8 @@ ALIGNMENT = 64
 
 SNAPSHOT_BYTES, UNDO_LOG_BYTES = 12.0, 3.5
 """Host memory for undoing a step, per parameter: a copy of master and moments, needed if a beta is 0, or a log."""
+PROCESSES = "PyTorch processes"
+"""Item of a host's memory: what ranks take by themselves, where the hardware says it."""
 EVALUATION_BATCHES = 8
 """Microbatches of an evaluation, shared out over the ranks, each of which has all of its own at a time."""
 WORKSPACE_BYTES = 32 << 20
@@ -340,6 +342,7 @@ class MemoryAccount:
             "master weights and moments": state,
             "undo data": 0 if options.optimizer == "sync" else int(state / 12 * self.undo_bytes),
             "stage inputs": sum(stages) * microbatches if options.stage_input_route == "host" else 0,
+            PROCESSES: round(self.plan.hardware.cpu.process_bytes or 0),
         }
 
     @staticmethod

@@ -98,10 +98,20 @@ class AdamW(Spec):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.decay_steps is not None and self.learning_rate_schedule != "wsd":
+            raise ValueError(
+                f"decay_steps = {self.decay_steps} is for learning_rate_schedule = 'wsd', not "
+                f"{self.learning_rate_schedule!r}; leave it out"
+            )
         if self.learning_rate_schedule == "constant":
             return self
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise ValueError(f"total_steps = {self.total_steps} should be above warmup_steps = {self.warmup_steps}")
+        if self.total_steps is not None and (self.decay_steps or 0) > self.total_steps - self.warmup_steps:
+            raise ValueError(
+                f"decay_steps = {self.decay_steps} should be at most total_steps - warmup_steps, "
+                f"{self.total_steps - self.warmup_steps}"
+            )
         if self.minimum_learning_rate > self.learning_rate:
             raise ValueError(
                 f"minimum_learning_rate = {self.minimum_learning_rate} should be at most the learning rate, "

@@ -12,16 +12,20 @@ from spipe.trace import Trace
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a trace that is shown: seconds on the trace's clock."""
+    """The part of a trace that is shown: seconds on the trace's clock.
+
+    ``idle``: per rank, when its compute lane stands still and why, as (start, end, cause).
+    """
 
     trace: Trace
     begin_s: float
     end_s: float
+    idle: tuple[tuple[tuple[float, float, str], ...], ...] = ()
 
     @classmethod
     def of(cls, trace: Trace, step: StepMetrics) -> "Window":
         """The window of an analysed step."""
-        return cls(trace, *step.window_s)
+        return cls(trace, *step.window_s, step.idle)
 
     def rows(self) -> list[int]:
         """Rows of ops that overlap with the window."""

@@ -47,8 +47,9 @@ class Link(Spec):
         return self
 
 
-Place = tuple[Literal["gpu", "memory"], int]
-"""An end of a transfer: the accelerator of a rank, or the memory of a host (of its nearest domain)."""
+Place = tuple[Literal["gpu", "memory", "domain"], int]
+"""An end of a transfer: the accelerator of a rank, the memory of a host (its domain that is nearest to the other end),
+or one NUMA domain, numbered host by host."""
 
 
 class Node(NamedTuple):
@@ -102,7 +103,7 @@ class Route:
     """Of a transfer that is alone."""
     latency_s: float
     memory_accesses: tuple[tuple[int, int], ...]
-    """(host, how often each byte is read from or written to that host's memory): staging counts 2."""
+    """(NUMA domain, how often each byte is read from or written to its memory): staging counts 2."""
     is_remote: bool
     """Between two hosts."""
     hops_bytes_per_s: tuple[float, ...] = ()
@@ -128,6 +129,7 @@ class Route:
 
 @dataclass(frozen=True)
 class _Hop:
+    source: Node
     target: Node
     edges: tuple[int, ...]
     bandwidth_bytes_per_s: float
@@ -151,6 +153,10 @@ class Topology:
         self.peer_to_peer = peer_to_peer
         self.gpu_direct_rdma = gpu_direct_rdma
         self.piece_bytes = piece_bytes
+        named = [parse_node(name) for link in links for name in (link.a, link.b)]
+        self._domains = sorted({number or 0 for kind, number in named if kind == "memory"}) or [0]
+        self.num_domains = len(self._domains)
+        """NUMA domains of a host: as many as the links name memories; one pool where they name one."""
         self._hops: dict[Node, list[_Hop]] = {}
         self._routes: dict[tuple[Place, Place], Route] = {}
         edges: list[Edge] = []
@@ -186,9 +192,17 @@ class Topology:
             shared = (len(edges),)
             edges.append(Edge(len(edges), f"{a} <-> {b}", link.both_directions_bytes_per_s, 0.0))
         for offset, (source, target) in enumerate(((a, b), (b, a))):
-            hop = _Hop(target, (first + offset, *shared), link.bandwidth_bytes_per_s, link.latency_s)
+            hop = _Hop(source, target, (first + offset, *shared), link.bandwidth_bytes_per_s, link.latency_s)
             self._hops.setdefault(source, []).append(hop)
             self._hops.setdefault(target, [])
+
+    def domain_of(self, rank: int) -> int:
+        """The NUMA domain nearest to a rank's accelerator: there its threads run and what they hold lies."""
+        host = self._host(("gpu", rank))
+        if self.num_domains == 1:
+            return host
+        (nearest, _), *_ = self.route(("memory", host), ("gpu", rank)).memory_accesses
+        return nearest
 
     def route(self, source: Place, target: Place) -> Route:
         """The route between two places; `SpipeError` where there is none.
@@ -204,9 +218,9 @@ class Topology:
     def _find_route(self, source: Place, target: Place) -> Route:
         source_host, target_host = self._host(source), self._host(target)
         remote = source_host != target_host
-        if source == target:
+        if self._nodes(source) & self._nodes(target):
             return Route((), math.inf, 0.0, (), False)
-        direct = self.gpu_direct_rdma if remote else self.peer_to_peer or "memory" in (source[0], target[0])
+        direct = self.gpu_direct_rdma if remote else self.peer_to_peer or not source[0] == target[0] == "gpu"
         stops: list[set[Node]] = [self._nodes(source)]
         if not direct or (path := self._path(self._nodes(source), self._nodes(target))) is None:
             if source[0] == "gpu":
@@ -229,11 +243,12 @@ class Topology:
 
     def _route(self, path: list[_Hop], source: Place, target: Place, remote: bool) -> Route:
         accesses: dict[int, int] = {}
-        if source[0] == "memory":
-            accesses[source[1]] = 1
+        if source[0] != "gpu":
+            accesses[self._domain(path[0].source)] = 1
         for i, hop in enumerate(path):
             if hop.target.kind == "memory":
-                accesses[hop.target.host] = accesses.get(hop.target.host, 0) + (2 if i < len(path) - 1 else 1)
+                domain = self._domain(hop.target)
+                accesses[domain] = accesses.get(domain, 0) + (2 if i < len(path) - 1 else 1)
         edges = tuple(hop.edges[0] for hop in path)
         # Staged data may cross one link in both directions: its joint capacity then serves every byte twice.
         shared = Counter(edge for hop in path for edge in hop.edges[1:])
@@ -254,17 +269,22 @@ class Topology:
 
     def _host(self, place: Place) -> int:
         kind, index = place
-        limit = {"gpu": self.num_hosts * self.ranks_per_host, "memory": self.num_hosts}.get(kind)
-        if limit is None:
-            raise unknown("kind of place", str(kind), ("gpu", "memory"))
-        if not 0 <= index < limit:
-            raise SpipeError(f"{_place_text(place)}: should be 0 to {limit - 1}")
-        return index // self.ranks_per_host if kind == "gpu" else index
+        per_host = {"gpu": self.ranks_per_host, "memory": 1, "domain": self.num_domains}.get(kind)
+        if per_host is None:
+            raise unknown("kind of place", str(kind), ("gpu", "memory", "domain"))
+        if not 0 <= index < self.num_hosts * per_host:
+            raise SpipeError(f"{_place_text(place)}: should be 0 to {self.num_hosts * per_host - 1}")
+        return index // per_host
+
+    def _domain(self, memory: Node) -> int:
+        return memory.host * self.num_domains + self._domains.index(memory.number)
 
     def _nodes(self, place: Place) -> set[Node]:
         kind, index = place
         if kind == "gpu":
             return {Node(index // self.ranks_per_host, "gpu", index % self.ranks_per_host)}
+        if kind == "domain":
+            return {Node(index // self.num_domains, "memory", self._domains[index % self.num_domains])}
         return {node for node in self._hops if node.kind == "memory" and node.host == index}
 
     def _path(self, sources: set[Node], targets: set[Node]) -> list[_Hop] | None:
@@ -295,7 +315,7 @@ def _walk_back(reached: Mapping[Node, tuple[Node, _Hop] | None], node: Node) -> 
 
 
 def _place_text(place: Place) -> str:
-    return f"{'rank' if place[0] == 'gpu' else 'memory of host'} {place[1]}"
+    return f"{ {'gpu': 'rank', 'memory': 'memory of host'}.get(place[0], 'NUMA domain') } {place[1]}"
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,8 @@
 
 The simulator and the runtime both write this; ``spipe.metrics`` and calibration read it. All times are seconds on one
 clock. ``ready``: the op's dependencies were done. ``start``: its lane began it; a transfer starts when both sides are
-there. ``end``: it was done. ``cpu_s``: processor time it used, where the op ran on CPU threads (else NaN).
+there. ``end``: it was done. ``cpu_s``: processor time it used, where the op ran on CPU threads; in lanes of
+GPUs, how long the host took to issue it (NaN where neither is known).
 """
 
 import json

@@ -9,13 +9,13 @@ from pydantic import Field
 
 from spipe.errors import SpipeError
 from spipe.memory import memory
-from spipe.plan import AdamW, Plan
+from spipe.plan import AdamW, Dtype, Plan
 from spipe.units import NonNegative, Positive, Spec, read_table
 
 Count = Annotated[int, Field(strict=True, ge=1)]
 CONFIG_FILE = "train.toml"
 _OPTIMIZER = tuple(AdamW.model_fields)
-_PLAN = ("deterministic", "compile_layers", "dropout", "z_loss")
+_PLAN = ("gradient_precision", "deterministic", "compile_layers", "dropout", "z_loss")
 _NEEDED = {"plan": "PLAN", "steps": "--steps", "output": "--output"}
 
 
@@ -44,6 +44,7 @@ class TrainConfig(Spec):
     host_memory_gib: Positive | None = None
     gpu_memory_limit_gib: Positive | None = None
     """Of each GPU; PyTorch is held to it."""
+    gradient_precision: Dtype | None = None
     deterministic: bool | None = None
     compile_layers: bool | None = None
     dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
@@ -108,6 +109,8 @@ class TrainConfig(Spec):
             )
         changes: dict[str, Any] = {name: value for name in _PLAN if (value := getattr(self, name)) is not None}
         optimizer = {name: value for name in _OPTIMIZER if (value := getattr(self, name)) is not None}
+        if self.learning_rate_schedule not in (None, "wsd"):
+            optimizer.setdefault("decay_steps", None)  # of the plan's schedule, which is not that of the run
         if optimizer:
             changes["optimizer"] = plan.optimizer.replace(**optimizer)
         limit = self.gpu_memory_limit_gib
@@ -120,6 +123,6 @@ class TrainConfig(Spec):
             accelerator = plan.hardware.accelerator.replace(memory_bytes=limit * 2**30)
             changes["hardware"] = plan.hardware.replace(accelerator=accelerator)
         plan = plan.replace(**changes) if changes else plan
-        if limit is not None:
+        if limit is not None or self.gradient_precision is not None:
             memory(plan, evaluates=self.evaluate_every is not None).require()
         return plan

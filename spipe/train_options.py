@@ -125,6 +125,9 @@ TRAIN_OPTIONS = (
     TrainOption("epsilon", "number", "X", "Of AdamW."),
     TrainOption("weight_decay", "number", "X", "Of matrices; norms and biases have none."),
     TrainOption("max_norm", "number", "X", "Clip the gradients' global norm to this."),
+    TrainOption(
+        "gradient_precision", "text", "TYPE", "Gradients add up in fp32, bf16 or fp16; default: as the plan has it."
+    ),
     TrainOption("dropout", "number", "X", "Of what attention and feed-forward add; exact under recompute."),
     TrainOption("z_loss", "number", "X", "Times the squared log-sum-exp of the logits, added to the loss (1e-4, say)."),
     TrainOption("device", "text", "cpu|cuda", "Refuse to run unless the plan is for this device."),

@@ -80,6 +80,57 @@ class Summed(nn.Linear):
         return super().forward(x).sum(0)
 
 
+class Halves(nn.Linear):
+    """Its output is of another type than its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).half()
+
+
+class Floats(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+class Elsewhere(nn.Linear):
+    """Its output is on another device than its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).to("meta")
+
+
+class NotNumbers(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float("nan")
+
+
+class Shrinks(nn.Linear):
+    """Changes its own parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+class DrawsItself(nn.Linear):
+    """Has a generator of its own, which goes on from call to call."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.rand(x.shape, generator=self.generator)
+
+
+class DependsOnData(nn.Linear):
+    """Leaves out items, as soon as there are any with a first element below 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[x[:, 0] >= 0]
+
+
 class Detached(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.detach())
@@ -110,6 +161,25 @@ def seeding(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
     """The same microbatch, from a generator that is not its own."""
     torch.manual_seed(step)
     return torch.randn(3, 4), torch.zeros(3, 4)
+
+
+def positive_at_first(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    """Three points, all above 0 in the first step."""
+    return torch.full((3, 4), 1.0 if not step else -1.0), torch.zeros(3, 4)
+
+
+def on_another_device(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(3, 4, device="meta"), torch.zeros(3, 4)
+
+
+class Ragged(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """Items of different lengths."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return torch.ones(i + 1), 0
 
 
 class Digits(torch.utils.data.Dataset[tuple[Tensor, int]]):

@@ -165,19 +165,27 @@ def matmul(device: str, dtype: str, threads: int, effort: float) -> list[Sample]
 
 
 def issue(device: str) -> list[Sample]:
-    """What the host does for one op: on CUDA issuing a block's forward, else handing over to a waiting thread."""
+    """What the host does for one op: on CUDA issuing each pass of a block, else handing over to a waiting thread."""
     if device == "cpu":
         return [Sample("issue", {"device": device}, _handovers())]
+    return [
+        Sample("issue", {"device": device, "pass_name": name}, seconds)
+        for name, seconds in zip(PASSES, zip(*_issue_rounds(device), strict=True), strict=True)
+    ]
+
+
+def _issue_rounds(device: str, count: int = 50) -> Rounds:
+    """Seconds until the passes of a block with next to no work return."""
     model = ModelSpec(name="issue", num_layers=1, hidden_size=64, ffn_size=64, num_heads=1, vocab_size=64)
     layer = _build(model, "block", 1, 16, "bf16", device)
-    layer.forward()
-    times = []
-    for _ in range(50):
-        cuda.synchronize()
-        begin = time.perf_counter()
-        layer.forward()
-        times.append(time.perf_counter() - begin)
-    return [Sample("issue", {"device": device}, tuple(times))]
+    once = _cpu_round(time.perf_counter)  # the host's clock, and nothing waits for the device but at the end of a round
+    once(layer, 1)
+    found = []
+    for _ in range(count):
+        if device == "cuda":
+            cuda.synchronize()
+        found += once(layer, 1)
+    return found
 
 
 def _handovers(count: int = 200) -> tuple[float, ...]:

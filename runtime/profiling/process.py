@@ -3,9 +3,10 @@
 Measured in a new process, which imports what a rank does and runs a small block.
 """
 
-import resource
+import mmap
 import subprocess
 import sys
+from pathlib import Path
 
 from spipe.model import ModelSpec
 
@@ -14,7 +15,7 @@ _BLOCK = ModelSpec(name="small", num_layers=1, hidden_size=256, ffn_size=512, nu
 
 
 def process_bytes(device: str) -> int:
-    """Most resident bytes of such a process. Raises RuntimeError if it fails."""
+    """Resident bytes of such a process. Raises RuntimeError if it fails."""
     command = [sys.executable, "-c", f"from spipe.runtime.profiling import process; print(process.work({device!r}))"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
@@ -27,7 +28,8 @@ def process_bytes(device: str) -> int:
 
 
 def work(device: str) -> int:
-    """Run a small block and head in this process; the most memory it has taken."""
+    """Run a small block and head in this process; the memory it has then. (At its start it has more for a moment, which
+    a rank gives back before it takes what a run needs.)"""
     import spipe.runtime.rank  # noqa: F401
     from spipe.runtime.profiling import layers
 
@@ -36,4 +38,5 @@ def work(device: str) -> int:
         layer = layers._build(_BLOCK, kind, 1, 128, dtype, device)
         layer.forward()
         layer.backward(layer.recompute())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    resident_pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(resident_pages) * mmap.PAGESIZE

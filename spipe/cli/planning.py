@@ -59,6 +59,9 @@ def search(
         typer.Option(parser=Count, metavar="N", help="Device cpu: threads of a rank's compute; repeat to choose."),
     ] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default by hardware.")] = None,
+    gradient_precision: Annotated[
+        str | None, typer.Option(help="In which gradients add up; default: as above.")
+    ] = None,
     option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Fix an option of the plan; may be repeated.")
     ] = None,
@@ -129,11 +132,14 @@ def search(
     output = Output(json_file, force, (plan,))
     for name in schedule or ():
         get_schedule(name)
-    if precision is not None and precision not in ELEMENT_BYTES:
-        raise unknown("precision", precision, ELEMENT_BYTES)
+    for what, given in (("precision", precision), ("gradient precision", gradient_precision)):
+        if given is not None and given not in ELEMENT_BYTES:
+            raise unknown(what, given, ELEMENT_BYTES)
     options = parse_options(option or [])
     Options(**options)
     fields: dict[str, Any] = {} if learning_rate is None else {"optimizer": AdamW(learning_rate=learning_rate)}
+    if gradient_precision is not None:
+        fields["gradient_precision"] = gradient_precision
     chosen_model, chosen_hardware = load_model(model), load_hardware(hardware)
 
     from spipe import sim

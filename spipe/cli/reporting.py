@@ -1,6 +1,7 @@
 """The command that writes a report about a run or a plan."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _NOT_ENVIRONMENT = {
     "losses", "step_s", "ops_per_step", "median_step_s", "median_tokens_per_s", "validation_losses", "clipped_steps",
+    "skipped_steps", "stopped", "measured_steps", "num_ranks", "first_step", "host",
 }  # fmt: skip
 
 
@@ -101,7 +103,8 @@ def _of_run(folder: Path, hardware: str | None) -> "tuple[TimedStep, Facts]":
         off = show.error(comparison.step_time["predicted_s"], comparison.step_time["measured_s"])
         numbers["step (predicted)"] = f"{show.seconds(comparison.step_time['predicted_s'])} ({off})"
     title = f"{plan.model.name} on {plan.hardware.name}: {folder.resolve().name}"
-    return timed, Facts(title, numbers, notes, metrics, comparison, predicted, _environment(result))
+    environment = _environment({**result, **_start(folder)})
+    return timed, Facts(title, numbers, notes, metrics, comparison, predicted, environment)
 
 
 def _lane_time(timed: "TimedStep") -> float:
@@ -117,6 +120,21 @@ def _result(folder: Path) -> Mapping[str, Any]:
         return {}
     data = read_json(path)
     return {key: value for key, value in data.items() if key not in _NOT_ENVIRONMENT} if isinstance(data, dict) else {}
+
+
+def _start(folder: Path) -> Mapping[str, Any]:
+    """What ``environment.jsonl`` says of the run's last start."""
+    path = folder / "environment.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    try:
+        row = json.loads(lines[-1]) if lines else {}
+    except ValueError as error:
+        raise SpipeError(f"{path}:{len(lines)}: not a line of JSON ({error}); remove it to go without") from None
+    if not isinstance(row, dict):
+        raise SpipeError(f"{path}:{len(lines)}: holds {type(row).__name__}, not an object; remove it to go without")
+    if isinstance(command := row.get("command"), list):
+        row["command"] = shlex.join(map(str, command))
+    return row
 
 
 def _metrics(folder: Path) -> list[Mapping[str, Any]]:
@@ -136,7 +154,24 @@ def _environment(result: Mapping[str, Any]) -> dict[str, Any]:
 
     from spipe import __version__
 
-    return {**result, "report made with": f"spipe {__version__}, Python {platform.python_version()}"}
+    return {
+        **{name: _words(name, value) for name, value in result.items()},
+        "report made with": f"spipe {__version__}, Python {platform.python_version()}",
+    }
+
+
+def _words(name: str, value: Any) -> Any:
+    """Bytes and seconds with units, lists and tables in one line."""
+    from spipe import show
+
+    if isinstance(value, dict):
+        unit = name if name.endswith(("_bytes", "_s")) else ""
+        return ", ".join(f"{key} {_words(unit, each)}" for key, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(str(_words(name, each)) for each in value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return show.size(value) if name.endswith("_bytes") else show.seconds(value) if name.endswith("_s") else value
+    return value
 
 
 COMMANDS = (report,)

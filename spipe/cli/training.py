@@ -144,8 +144,9 @@ def sample(
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(parser=Count, metavar="K", help="Only among the K likeliest.")] = None,
     seed: Annotated[int, typer.Option(parser=whole_number(0), metavar="N")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Let a trained model go on from a text, on the CPU; weights are read layer by layer.
+    """Let a trained model go on from a text; weights are read layer by layer, so that any size fits.
 
     \b
     Examples:
@@ -154,7 +155,7 @@ def sample(
     """
     from spipe.runtime.sample import generate
 
-    pieces = generate(source, prompt, max_tokens, temperature=temperature, top_k=top_k, seed=seed)
+    pieces = generate(source, prompt, max_tokens, temperature=temperature, top_k=top_k, seed=seed, device=device)
     sys.stdout.write(prompt)
     for piece in pieces:
         sys.stdout.write(piece)

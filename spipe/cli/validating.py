@@ -98,8 +98,12 @@ def show_validation(console: "Console", result: "Validation") -> None:
         f"out of memory: {oom['num_failed_predicted']} of {oom['num_failed']} failures predicted, "
         f"{oom['num_ran_predicted']} of {oom['num_ran']} runs predicted to fit"
     )
+    lines: dict[str, list[str]] = {}
     for skipped in result.skipped:
-        console.print(f"line {skipped['line']} left out: {skipped['reason']}", soft_wrap=True)
+        lines.setdefault(skipped["reason"], []).append(str(skipped["line"]))
+    for reason, numbers in lines.items():
+        plural = "s" if len(numbers) > 1 else ""
+        console.print(f"line{plural} {', '.join(numbers)} left out: {reason}", soft_wrap=True)
 
 
 def _three(found: dict[str, Any]) -> tuple[str, str, str]:

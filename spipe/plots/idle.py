@@ -22,7 +22,7 @@ def idle_time(results: Mapping[str, Mapping[str, Any]]) -> "Figure":
     for name, result in results.items():
         step_s = result["predicted"]["step_s"]
         bars[f"{name}\n{seconds(step_s)} a step"] = {"busy": sum(result["busy_s"]), **result["bubbles"]}
-    if len(results) == 1 and "bubbles_by_rank" in (result := next(iter(results.values()))):
+    if len(results) == 1 and len((result := next(iter(results.values()))).get("bubbles_by_rank", ())) > 1:
         for rank, (busy, causes) in enumerate(zip(result["busy_s"], result["bubbles_by_rank"], strict=True)):
             bars[f"rank {rank}"] = {"busy": busy, **causes}
     shares = {name: _percent(parts) for name, parts in bars.items()}

@@ -37,6 +37,7 @@ ITEM_COLOURS = {
     "undo data": "#BDBDBD",
     "ranks": GREEN,
 }
+_WORDS = {"ranks": "what the ranks hold"}
 SLICES = 350
 """Moments that are drawn of a step with more."""
 MOST_PANELS = 8
@@ -66,7 +67,7 @@ def memory_over_time(timed: TimedStep) -> "Figure":
             if number > len(panels) - columns:
                 axes.set_xlabel(f"time in the step ({unit})")
         names = [name for name in ITEM_COLOURS if any(name in items for _, items, _, _ in panels)]
-        legend(figure, {name: ITEM_COLOURS[name] for name in names}, columns=4 if columns == 2 else 3)
+        legend(figure, {_WORDS.get(name, name): ITEM_COLOURS[name] for name in names}, columns=5 if columns == 2 else 3)
     return figure
 
 
@@ -100,7 +101,9 @@ def _panel(axes: "Axes", times: np.ndarray, items: dict[str, np.ndarray], planne
     axes.axhline(planned / divisor, color="#222222", linestyle="--", linewidth=1)
     end = times[-1]
     limit = 1.22 * (capacity if near else top) / divisor
-    axes.text(end, planned / divisor + 0.012 * limit, f"planned {size(planned)}", ha="right", va="bottom", fontsize=7.5)
+    crossed = near and 0 <= capacity - planned < 0.09 * limit * divisor  # the line of what is usable would cross it
+    above = capacity if crossed else planned
+    axes.text(end, above / divisor + 0.012 * limit, f"planned {size(planned)}", ha="right", va="bottom", fontsize=7.5)
     if near:
         axes.axhline(capacity / divisor, color="#B00020", linewidth=1.2)
         axes.text(

@@ -48,7 +48,8 @@ def predicted_against_measured(rows: Sequence[Mapping[str, Any]]) -> "Figure":
                     errors.scatter(at, [100 * (row["predicted_ms"] / row["measured_ms"] - 1) for row in found], **look)
             axes.set(ylabel="predicted step (s)", title=cluster)
             errors.set(xlabel="measured step (s)", ylabel="error (%)")
-            axes.legend(loc="upper left", title="filled: judged, hollow: fitted")
+            fitted = any(row["used_for"] == "fit" for row in mine)
+            axes.legend(loc="upper left", title="filled: judged, hollow: fitted" if fitted else None)
     return figure
 
 
@@ -109,14 +110,14 @@ def _totals(axes: "Axes", predicted: TimedStep, measured: TimedStep) -> None:
         p, m = factor * before.get(name, 0.0), factor * after.get(name, 0.0)
         axes.barh(place - 0.2, p, height=0.38, color=GROUP_COLOURS[name], alpha=0.45)
         axes.barh(place + 0.2, m, height=0.38, color=GROUP_COLOURS[name])
-        text = f"{100 * (p / m - 1):+.0f} %" if m > 0.001 * most else "measured ~0"
+        text = f"{round(100 * (p / m - 1)) or 0:+d} %".replace("+0 ", "0 ") if m > 0.001 * most else "measured ~0"
         axes.text(max(p, m) + 0.015 * most, place, text, va="center", fontsize=8)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.18 * most)
     axes.set(
         xlabel=f"all ops of a step ({unit}); pale: predicted, full: measured",
-        title="Seconds of a step, and how far the prediction is off",
+        title="Time of all ops in a step, and how far the prediction is off",
     )
 
 

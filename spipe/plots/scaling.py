@@ -19,6 +19,8 @@ def scaling(series: Mapping[str, Sequence[tuple[int, float]]]) -> "Figure":
     curves = {name: sorted(points) for name, points in series.items() if points}
     if not curves:
         raise SpipeError("no point to plot; give plans or results of `spipe search --json`")
+    from matplotlib.ticker import LogLocator, NullLocator
+
     counts = sorted({count for points in curves.values() for count, _ in points})
     with style():
         figure = new_figure(9.6, 4.2)
@@ -37,11 +39,19 @@ def scaling(series: Mapping[str, Sequence[tuple[int, float]]]) -> "Figure":
             axes.set_xticks(counts, [str(count) for count in counts])
             axes.set_xticks([], minor=True)
             axes.set_xlabel("accelerators")
-            axes.set_ylim(bottom=0)
             axes.margins(x=0.06)
         speed.set(ylabel="tokens per second", title="Throughput (dotted: perfect scaling)")
         share.set(ylabel="of perfect scaling (%)", title="Efficiency, against the fewest accelerators")
         share.set_ylim(0, max(110.0, share.get_ylim()[1]))
-        speed.yaxis.set_major_formatter("{x:,.0f}")
+        speed.set_yscale("log")  # perfect scaling is a straight line
+        low, high = speed.get_ylim()
+        speed.yaxis.set_major_locator(LogLocator(subs=_ticks(high / low)))
+        speed.yaxis.set_major_formatter("{x:,.0f}" if low > 1 else "{x:g}")
+        speed.yaxis.set_minor_locator(NullLocator())
         speed.legend(loc="upper left")
     return figure
+
+
+def _ticks(ratio: float) -> tuple[float, ...]:
+    """Ticks of a decade on an axis over so large a range."""
+    return (1, 1.5, 2, 3, 4, 5, 7) if ratio < 8 else (1, 2, 5) if ratio < 300 else (1,)

@@ -69,8 +69,12 @@ def timeline(
             raise SpipeError(f"rank {rank} is not in the plan; it has 0 to {timed.program.layout.num_ranks - 1}")
     many = sum(rank in wanted for rank, _ in timed.lanes()) > MOST_ROWS
     boxes = boxes_of(timed, begin, finish, merge_peers=many)
-    least = (2e-4 if many else 2e-5) * (finish - begin)  # lanes with less in them are left out
-    boxes = {row: mine for row, mine in boxes.items() if sum(box.end - box.start for box in mine) > least}
+    least = {lane: 3e-4 if many or lane in ("control", "commit") else 2e-5 for _, lane in boxes}
+    boxes = {  # lanes with less in them than anyone would see are left out
+        row: mine
+        for row, mine in boxes.items()
+        if sum(box.end - box.start for box in mine) > least[row[1]] * (finish - begin)
+    }
     rows = [
         row
         for row in timed.lanes(many)
@@ -145,9 +149,9 @@ def _draw(
         if gap > 0.5:
             axes.axhline(at + gap / 2, color="#BBBBBB", linewidth=0.6)
         at += gap
-        used |= _row(axes, boxes[rank, lane], at, height, offset, finish - begin, factor)
+        used |= draw_lane(axes, boxes[rank, lane], at, height, offset, finish - begin, factor)
         if lane == "compute":
-            causes |= _strip(axes, idle[rank], at + height, strip, offset, factor)
+            causes |= draw_idle(axes, idle[rank], at + height, strip, offset, factor)
         labels.append((at + height / 2, f"rank {rank}  {lane}" if lane == "compute" else lane))
         at += height + strip
     axes.set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=font)
@@ -176,7 +180,7 @@ def _has_before(timed: TimedStep) -> bool:
     return timed.step - 1 in set(timed.trace.step)
 
 
-def _row(
+def draw_lane(
     axes: "Axes", boxes: list[Box], top: float, height: float, offset: float, duration: float, factor: float
 ) -> set[str]:
     """Draw a lane; returns the groups seen in it. Where ops are thinner than a slice, what fills each slice instead."""
@@ -263,7 +267,7 @@ def _ramp(points: np.ndarray, at: np.ndarray) -> np.ndarray:
     return np.asarray(count * at - sums[count])
 
 
-def _strip(
+def draw_idle(
     axes: "Axes", idle: list[tuple[float, float, str]], top: float, height: float, offset: float, factor: float
 ) -> set[str]:
     """The thin strip below a compute lane that says why it is idle."""

@@ -85,13 +85,14 @@
     const power = Math.pow(10, Math.floor(Math.log10(rough)));
     const tick = [1, 2, 5, 10].map((k) => k * power).find((k) => k >= rough);
     context.textBaseline = "middle";
-    context.textAlign = "center";
     for (let t = Math.ceil((view[0] - data.home[0]) / tick) * tick; t <= view[1] - data.home[0]; t += tick) {
       const at = x(t + data.home[0]);
       context.fillStyle = "#e6e6e6";
       context.fillRect(at, RULER - 4, 1, h);
       context.fillStyle = "#444";
-      context.fillText(Math.abs(t) < tick / 1e6 ? "0" : words(t).replace(/\.?0+(?= )/, ""), at, 9);
+      const last = at > w - 28;
+      context.textAlign = last ? "right" : "center";
+      context.fillText(Math.abs(t) < tick / 1e6 ? "0" : words(t).replace(/\.?0+(?= )/, ""), last ? w - 2 : at, 9);
     }
   }
 
@@ -114,20 +115,23 @@
   function lane(r, w) {
     const to = data.first[r + 1];
     let i = bisect(reach, data.first[r], to, view[0]);
-    let last = -1, lastColour = "";
+    let run = null; // short ops of one colour that touch are one box: [left, right, colour]
     const top = tops[r], height = heights[r], perPixel = (view[1] - view[0]) / width();
     for (; i < to && start[i] <= view[1]; i++) {
       if (end[i] < view[0]) continue;
       const colour = data.groups[data.group[op[i]]].colour;
       const dim = matches && !matches.has(i);
       const from = x(start[i]), wide = Math.max((end[i] - start[i]) / perPixel, 1);
-      if (wide <= 1.5 && from < last + 0.5 && colour === lastColour && !matches && i !== chosen) continue;
+      if (wide <= 4 && !matches && i !== chosen && i !== hovered) {
+        if (run && run[2] === colour && from <= run[1] + 0.5) run[1] = Math.max(run[1], from + wide);
+        else run = box(run, [from, from + wide, colour], top, height);
+        continue;
+      }
+      run = box(run, null, top, height);
       context.globalAlpha = dim ? 0.15 : 1;
       context.fillStyle = colour;
       const narrow = wide > 4 ? 0.6 : 0;
       context.fillRect(from, top, wide - narrow, height);
-      last = from + wide;
-      lastColour = colour;
       if (i === chosen || i === hovered) {
         context.strokeStyle = "#000";
         context.lineWidth = 1.5;
@@ -136,11 +140,22 @@
       if (wide > 34) write(i, Math.max(from, LEFT), Math.min(from + wide, w), top + height / 2, colour);
     }
     context.globalAlpha = 1;
+    box(run, null, top, height);
     for (const [, begin, finish, cause] of idle[r]) {
       if (finish < view[0] || begin > view[1]) continue;
       context.fillStyle = data.causes[cause].colour;
-      context.fillRect(x(begin), top + height + 1, Math.max((finish - begin) / perPixel, 0.5), STRIP);
+      context.fillRect(x(begin), top + height + 1, Math.max((finish - begin) / perPixel, 0.25), STRIP);
     }
+  }
+
+  // Paints a run of short ops, if there is one, and gives the next.
+  function box(run, next, top, height) {
+    if (run) {
+      context.globalAlpha = 1;
+      context.fillStyle = run[2];
+      context.fillRect(run[0], top, run[1] - run[0], height);
+    }
+    return next;
   }
 
   function write(i, from, to, middle, colour) {

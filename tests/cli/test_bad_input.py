@@ -342,6 +342,26 @@ def test_simulating_on_hardware_that_is_too_small(refused: Refused, plan_file: P
     assert re.search(r"uses 2 ranks, but h200x1 has 1", refused("simulate", plan_file, "--hardware", "h200x1"))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('links = [{a="gpu*", b="memory", bandwidth_gb_per_s=0}]', "links[0].bandwidth_gb_per_s = 0 should be greater"),
+        ('links = [{a="gpu*", b="memory", bandwidth_gb_per_s=-3}]', "links[0].bandwidth_gb_per_s = -3 should be"),
+        ('links = [{a="gpu*", b="root0", bandwidth_gb_per_s=3}]', "no way from rank 0 to memory of host 0"),
+        ('links = [{a="gpu0", b="memory", bandwidth_gb_per_s=3}]', "no way from rank 1 to memory of host 0"),
+        ('links = [{a="gpu*", b="ram", bandwidth_gb_per_s=3}]', "unknown node 'ram'; allowed: gpu, switch"),
+        ("cpu = {memory_bandwidth_gb_per_s=0}", "cpu.memory_bandwidth_gb_per_s = 0 should be greater than 0"),
+        ("cpu = {memory_gb=0}", "cpu.memory_gb = 0 should be greater than 0"),
+        ("cpu = {usable_memory_gb=900}", "usable_memory_bytes = 9e+11 should not exceed memory_bytes = 5.12e+11"),
+        ("accelerator = {memory_gib=-32}", "accelerator.memory_gib = -32 should be greater than 0"),
+    ],
+)
+def test_hardware_that_cannot_be(refused: Refused, plan_file: Path, tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(f'extends = "v100x4"\n{text}\n')
+    assert message in refused("simulate", plan_file, "--hardware", path)
+
+
 def test_a_corpus_that_cannot_be_read(refused: Refused, plan_file: Path, tmp_path: Path) -> None:
     empty, short, folder = tmp_path / "empty.txt", tmp_path / "short.txt", tmp_path / "folder"
     empty.touch()

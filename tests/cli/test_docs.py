@@ -77,7 +77,7 @@ def test_the_check_of_options_finds_a_wrong_one() -> None:
 def test_blocks_that_are_not_run_say_what_they_need() -> None:
     marked = [needs for page in PAGES for needs, *_ in _BLOCK.findall(page.read_text()) if needs]
     assert len(marked) >= 3
-    assert set(marked) <= {"a network", "GPUs", "Slurm and GPUs"}
+    assert set(marked) <= {"a network", "GPUs", "Slurm and GPUs", "a trace of your own program"}
 
 
 @pytest.mark.parametrize(
@@ -117,6 +117,20 @@ def test_messages_of_the_troubleshooting_page_are_messages_of_the_program() -> N
             if message.startswith("unknown "):  # put together by `spipe.errors.unknown`
                 pattern = rf'unknown\("{message.removeprefix("unknown ")}"'
             assert re.search(pattern, source), f"no message holds {message!r}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:", 1)[1]
+    linked = set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE))
+    assert {name(page).removeprefix("docs/") for page in PAGES if name(page).startswith("docs/")} <= linked
+
+
+def test_every_command_is_in_a_page() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    group = typer.main.get_command(app)
+    names = set(group.commands)  # type: ignore[attr-defined]
+    assert {"profile", "kineto", "tune", "report", "whatif"} <= names
+    assert not {command for command in names if f"spipe {command}" not in text}
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spipe import plots
+from spipe import plots, show
 from spipe.cli.plotting import KINDS
 from spipe.hardware import load_hardware
 from spipe.memory import memory
@@ -20,7 +20,7 @@ from spipe.model import MODELS
 from spipe.occupancy import WORKSPACES, occupancy
 from spipe.plan import Plan, make_plan
 from spipe.plots.timeline import COLUMNS, boxes_of, covered
-from spipe.sim import calibrate, simulate
+from spipe.sim import calibrate, compare, simulate
 from spipe.timed import TimedStep
 from spipe.trace import Trace
 
@@ -118,6 +118,33 @@ def test_the_timeline_shows_lanes_ops_and_causes(run_folder: Path) -> None:
     boxes = boxes_of(timed, begin, end)
     for rank, busy in enumerate(timed.metrics().busy_s):
         assert sum(box.end - box.start for box in boxes[rank, "compute"]) == pytest.approx(busy)
+
+
+def test_a_prediction_and_a_run_in_one_picture(run_folder: Path) -> None:
+    plan, trace = Plan.load(run_folder / "plan.json"), Trace.load(run_folder / "trace.json")
+    windows = compare(plan, trace).windows
+    figure = plots.timelines(plan.program(), windows)
+    words = texts(figure)
+    assert {"rank 0  compute: predicted", "rank 1  compute: predicted", "measured", "backward", "drain"} <= words
+    times = [window.end_s - window.begin_s for window in windows.values()]
+    assert (
+        f"step:  predicted {show.seconds(times[0])} (solid line),  measured {show.seconds(times[1])} (dashed line)"
+        in words
+    )
+    ends = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_label() in windows]
+    assert ends == pytest.approx([1e3 * time for time in times])
+    for window in windows.values():
+        assert sum(end - begin for begin, end, _ in window.idle[0]) < window.end_s - window.begin_s
+
+
+def test_residuals_tell_runs_that_were_seen_from_those_that_were_not() -> None:
+    fits = [{"what": "a", "value": 1.0, "unit": "s", "spread": 0.1, "samples": 3}]
+    run = {"name": "x/a", "measured_s": 1.0, "predicted_s": 1.1, "error": 0.1}
+    held_out = [{**run, "error": -0.25, "used_for": "left out"}, {**run, "name": "x/b", "used_for": "judge"}]
+    words = texts(plots.residuals({"fits": fits, "runs": [run], "held_out": held_out}))
+    assert {"seen by the fit", "not seen by the fit", "+10.0 %", "-25.0 %", "a\n1.00 s", "b\n1.00 s"} <= words
+    alone = texts(plots.residuals({"fits": fits, "runs": [run], "held_out": []}))
+    assert "not seen by the fit" not in alone
 
 
 def test_idle_intervals_are_the_gaps_of_the_compute_lane(run_folder: Path) -> None:

@@ -63,7 +63,10 @@ def timeline_data(text: str) -> Any:
 def test_a_run(command: Command, run_folder: Path, tmp_path: Path) -> None:
     rows = [{"step": step, "loss": 5.0 - step, "step_s": 1.0, "tokens_per_s": 9.0} for step in range(3)]
     (run_folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (run_folder / "result.json").write_text(json.dumps({"device": "a <device>", "torch": "2.13"}))
+    results = {"device": "a <device>", "peak_device_bytes": [2**30, 2**31], "startup_s": {"pages": 0.25}}
+    (run_folder / "result.json").write_text(json.dumps(results))
+    starts = [{"command": ["spipe", "run", "old"]}, {"command": ["spipe", "run", "my plan"], "gpus": ["G1", "G2"]}]
+    (run_folder / "environment.jsonl").write_text("\n".join(map(json.dumps, starts)))
     result = command("report", run_folder, "-o", tmp_path / "r.html")
     assert (result.code, result.out) == (0, ""), result.err
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
@@ -77,6 +80,8 @@ def test_a_run(command: Command, run_folder: Path, tmp_path: Path) -> None:
     assert {"timeline", "search", "tip", "home", "all"} <= set(page.ids)
     assert html.escape("a <device>") in text
     assert "5.000 → 3.000" in text
+    for words in ("1.00 GiB, 2.00 GiB", "pages 250 ms", html.escape("spipe run 'my plan'"), "G1, G2"):
+        assert f"<td>{words}</td>" in text
     data = timeline_data(text)
     trace = Trace.load(run_folder / "trace.json")
     free = sum(trace.names[i].startswith("FREE") for i in trace.op)
@@ -118,6 +123,9 @@ def test_bad_input_is_named(refused: Refused, run_folder: Path, validation: Path
     ):
         assert message in refused("report", *arguments)
     (run_folder / "metrics.jsonl").unlink()
+    (run_folder / "environment.jsonl").write_text("{}\n[1")
+    assert "environment.jsonl:2: not a line of JSON" in refused("report", run_folder, "-o", tmp_path / "r.html")
+    (run_folder / "environment.jsonl").unlink()
     other = ("--hardware", "h200x2", "-o", tmp_path / "r.html")
     assert "has device cuda" in refused("report", run_folder, *other)
     assert not (tmp_path / "r.html").exists()
@@ -159,6 +167,11 @@ PROBE = """
   search.value = ""; search.dispatchEvent(new Event("input"));
   document.getElementById("all").click();
   seen.draw_ms = Math.min(timeline.draw(), timeline.draw(), timeline.draw());
+  const lane = timeline.place(timeline.find(WANTED_OP, WANTED_STEP)), scale = window.devicePixelRatio;
+  const from = Math.round(160 * scale), wide = canvas.width - from;
+  const across = canvas.getContext("2d").getImageData(from, Math.round(lane[1] * scale), wide, 1).data;
+  seen.pale = 0;  // of the lane of that op, over all steps: 1 where it is empty, nearly 0 in blue and green
+  for (let i = 0; i < across.length; i += 4) seen.pale += Math.min(...across.slice(i, i + 3)) / 255 / wide;
   document.getElementById("home").click();
   timeline.draw();
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
@@ -223,6 +236,9 @@ def test_the_timeline_of_50000_ops_in_a_browser(tmp_path: Path) -> None:
     assert seen["found"] == f"{steps} found"
     assert seen["entered"] == f"1 of {steps}"
     assert seen["colours"]
+    rank = simulation.program.rank[wanted]
+    empty = 1 - simulation.bubbles.busy_s[rank] / simulation.bubbles.duration_s
+    assert empty - 0.05 < seen["pale"] < empty + 0.15, "short ops side by side leave no gaps"
     assert max(seen["draw_ms"], seen["searching_ms"]) < 250  # of all steps; measured about 20 on an idle core
     print(f"{seen['ops']} ops, {len(text) / 1e6:.1f} MB: drawn after {seen['drawn_ms']:.0f} ms, "
           f"again in {seen['draw_ms']:.0f} ms")  # fmt: skip

@@ -108,6 +108,12 @@ def test_options_outrank_the_file_and_are_dumped(command: Command, plan_file: Pa
             ["--learning-rate-schedule", "cosine", "--warmup-steps", "9"],
             r"warmup_steps = 9 should be below the 4 steps",
         ),
+        (
+            ["--learning-rate-schedule", "wsd", "--decay-steps", "9"],
+            r"decay_steps = 9 should be at most total_steps - warmup_steps, 4",
+        ),
+        (["--decay-steps", "2"], r"decay_steps = 2 is for learning_rate_schedule = 'wsd', not 'constant'"),
+        (["--gradient-precision", "fp8"], r"gradient_precision = 'fp8' should be 'fp32', 'bf16' or 'fp16'"),
         (["--validation-fraction", "1"], r"validation_fraction = 1.0 should be less than 1"),
         (["--evaluate-every", "1"], r"evaluate_every needs text to evaluate on"),
         (["--token-bytes", "3"], r"token_bytes = 3 should be 2 or 4"),
@@ -157,6 +163,9 @@ def test_a_run_without_a_checkpoint_is_not_exported(command: Command, refused: R
     assert command(*train(plan_file, run, "--resume", "auto", "--force")).code == 0
     assert "temperature = -1.0 should be" in refused("sample", run, "--prompt", "x", "--temperature", "-1")
     assert "the prompt is empty" in refused("sample", run, "--prompt", "")
+    assert "unknown device 'gpu'; nearest: cpu" in refused("sample", run, "--prompt", "x", "--device", "gpu")
+    if not torch.cuda.is_available():
+        assert "finds no CUDA device" in refused("sample", run, "--prompt", "x", "--device", "cuda")
     assert "unknown precision 'fp8'" in refused("export", run, "-o", run / "model", "--precision", "fp8")
     assert "exists; give the name of a new folder" in refused("export", run, "-o", run)
 
@@ -256,10 +265,21 @@ def test_options_are_the_fields_of_the_configuration(plan_file: Path, tmp_path: 
     config.write_text("steps = 1\nmax_norm = 2.0\n")
     output = tmp_path / "run"
     options = ["--config", config, "--learning-rate", "0.25", "--dropout", "0.1", "--z-loss", "1e-4", "-o", output]
+    options += ["--gradient-precision", "bf16"]
     assert run_rank([str(plan_file), *map(str, options)], {}) == 0
     plan = Plan.load(output / "plan.json")
     assert (plan.optimizer.max_norm, plan.optimizer.learning_rate, plan.dropout, plan.z_loss) == (2.0, 0.25, 0.1, 1e-4)
+    assert plan.gradient_dtype == "bf16"
     assert tomllib.loads((output / "train.toml").read_text())["dropout"] == 0.1
+
+
+def test_another_schedule_leaves_the_plans_decay_steps_out(plan_file: Path) -> None:
+    plan = Plan.load(plan_file)
+    plan = plan.replace(optimizer=plan.optimizer.replace(learning_rate_schedule="wsd", total_steps=9, decay_steps=3))
+    given = {"plan": "p", "steps": 9, "output": "o"}
+    assert TrainConfig.load(None, given).apply(plan).optimizer.decay_steps == 3
+    chosen = TrainConfig.load(None, given | {"learning_rate_schedule": "cosine"}).apply(plan).optimizer
+    assert (chosen.learning_rate_schedule, chosen.decay_steps) == ("cosine", None)
 
 
 def test_kernels_and_the_limit_of_gpu_memory(tmp_path: Path, plan_file: Path, refused: Refused) -> None:

@@ -256,3 +256,19 @@ def test_a_trace_of_another_plan_is_refused() -> None:
 def test_wrong_options_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(SpipeError, match=next(iter(changes))):
         Options(**changes)
+
+
+def test_the_processes_of_ranks_are_part_of_what_a_host_must_hold() -> None:
+    """Where the hardware says what they take, a search accepts no plan that a run would refuse."""
+    hardware = load_hardware("laptop")
+    plan = make_plan(load_model("tiny"), hardware, num_ranks=2, forward_stages=1, backward_stages=2, global_batch=8,
+                     microbatch_size=2, sequence=128, precision="fp32")  # fmt: skip
+    without = memory(plan)
+    gib = 3.0
+    larger = hardware.override({"cpu.process_gib": gib})
+    known = memory(plan.replace(hardware=larger))
+    assert known.hosts[0]["PyTorch processes"] == 2 * gib * 2**30
+    assert known.host_bytes[0] - without.host_bytes[0] == 2 * gib * 2**30
+    room_gib = without.host_bytes[0] / 2**30 + 2 * gib
+    small = {"cpu.process_gib": gib, "cpu.memory_gib": 100, "cpu.usable_memory_gib": room_gib * 0.99}
+    assert "PyTorch processes" in memory(plan.replace(hardware=hardware.override(small))).problems[0]

@@ -293,7 +293,39 @@ def test_unfit_checkpoints_are_refused(run_plan: RunPlan, small_plan: SmallPlan,
     file.unlink()
     refused(r"tensors are not as the model needs them: .*is missing.*; and \d+ more")
     file.write_bytes(content)
-    (folder / "state.json").write_text("{")
-    refused("state.json: not the state of a checkpoint")
+    state = json.loads((folder / "state.json").read_text())
+    for text, reason in (
+        ("{", "Expecting property name"),
+        (json.dumps(state | {"step": "two"}), "step: Input should be a valid integer"),
+        (json.dumps({k: v for k, v in state.items() if k != "seed"}), "'seed'"),
+        (json.dumps(state | {"model": {}}), "model|name"),
+    ):
+        (folder / "state.json").write_text(text)
+        refused(rf"state.json: not the state of a checkpoint \(.*{reason}")
     (folder / "state.json").write_bytes(before[folder / "state.json"])
     assert before == {path: path.read_bytes() for path in sorted(result.output.rglob("*")) if path.is_file()}
+
+
+def test_what_cannot_be_exported_is_named(run_plan: RunPlan, small_plan: SmallPlan, tmp_path: Path) -> None:
+    result = run_plan(small_plan(1, backward=1), 1, output=tmp_path / "run", checkpoint_every=1)
+    (folder,) = find_checkpoints(result.output)
+    (tmp_path / "file").touch()
+    with pytest.raises(SpipeError, match="file/model: cannot write the model there"):
+        export(folder, tmp_path / "file" / "model")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(SpipeError, match=r"config.json: Expecting property name"):
+        export(folder, tmp_path / "model")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+
+
+def test_other_data_are_told(run_plan: RunPlan, small_plan: SmallPlan, tmp_path: Path) -> None:
+    plan, rows = small_plan(1, backward=1), list[dict[str, Any]]()
+    (tmp_path / "text").write_text("some other text " * 40)
+    run_plan(plan, 1, output=tmp_path / "run", checkpoint_every=1)
+    for number, data in enumerate((None, tmp_path / "text")):
+        run_plan(plan, 2, output=tmp_path / str(number), resume=tmp_path / "run", data=data, log=rows.append)
+    (message,) = (row["message"] for row in rows if "trained on" in row.get("message", ""))
+    assert message == (
+        f"the checkpoint was trained on pydoc_data.topics, this run trains on {(tmp_path / 'text').resolve()}, from "
+        f"sequence {plan.global_batch} on"
+    )

@@ -114,6 +114,14 @@ def test_the_learning_rate_of_every_schedule(small_plan: SmallPlan) -> None:
         ({"momentum": 0.9}, "unknown key 'momentum'"),
         ({"learning_rate_schedule": "cosin"}, "learning_rate_schedule = 'cosin' should be"),
         ({"learning_rate_schedule": "linear", "warmup_steps": 5, "total_steps": 5}, "total_steps = 5 should be above"),
+        (
+            {"learning_rate_schedule": "cosine", "decay_steps": 2},
+            "decay_steps = 2 is for learning_rate_schedule = 'wsd'",
+        ),
+        (
+            {"learning_rate_schedule": "wsd", "warmup_steps": 2, "total_steps": 9, "decay_steps": 8},
+            "decay_steps = 8 should be at most total_steps - warmup_steps, 7",
+        ),
         ({"learning_rate_schedule": "cosine", "minimum_learning_rate": 1.0}, "minimum_learning_rate = 1.0 should be"),
     ],
 )

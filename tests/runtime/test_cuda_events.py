@@ -15,7 +15,7 @@ import torch
 from spipe.hardware import load_hardware
 from spipe.plan import Plan
 from spipe.runtime import devices
-from spipe.runtime.devices import GPU_LANES, CudaDevice
+from spipe.runtime.devices import GPU_LANES, CudaDevice, LookAhead
 from spipe.runtime.executor import Executor
 from spipe.runtime.hooks import NO_HOOKS
 from spipe.runtime.job import Job
@@ -120,6 +120,7 @@ def test_every_wait_is_for_the_right_event(
     options: dict[str, Any],
 ) -> None:
     monkeypatch.setattr(devices, "cuda", fake_cuda())
+    monkeypatch.setattr(devices, "_LAYERS_AHEAD", 1 << 30)  # waits for the lane itself have a test of their own
     schedule, ranks, forward, backward, microbatches = case
     plan = small_plan(ranks, schedule, forward, backward, microbatches, tied=True, options=options)
     plan = plan.model_copy(update={"hardware": load_hardware("h200x2")})
@@ -161,3 +162,26 @@ def test_every_wait_is_for_the_right_event(
         assert device.faults == []
         device.resolve_times(store, TRACED_FROM)
     assert torch.from_numpy(store.times[:, :, 1]).gt(0).all()
+
+
+@pytest.mark.parametrize("sizes", [[1] * 40, [3, 9, 1, 30, 2, 2, 4, 12, 1, 1] * 4])
+def test_ops_are_issued_ahead_of_the_device_only_so_far(sizes: list[int]) -> None:
+    """Never more than the limit, unless it is one op and the one after it; and never less than one op ahead."""
+    ahead, done, sizes_of = LookAhead(10), [], dict(enumerate(sizes))
+
+    class Done:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def synchronize(self) -> None:
+            done.append(self.number)
+
+    for number, size in sizes_of.items():
+        ahead.make_room(size)
+        running = [n for n in range(number) if n not in done]
+        assert len(running) >= min(number, 1)
+        assert sum(sizes_of[n] for n in running) + size <= 10 or len(running) <= 1
+        if number and len(done) < number - 1:  # nothing was waited for without need
+            assert sum(sizes_of[n] for n in [running[0] - 1, *running] if n >= 0) + size > 10 or running[0] == 0
+        ahead.issued(Done(number), size)
+    assert done == sorted(done)

@@ -48,3 +48,16 @@ def test_kept_keys_and_values_give_the_same_text(
     monkeypatch.setattr(Sampler, "next_logits", lambda self, tokens: self.logits(torch.tensor(tokens))[-1])
     assert texts == ["".join(generate(folder, "abc", 20, temperature=t, seed=4)) for t in (0.0, 1.0)]
     assert len(set(texts)) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_a_gpu_gives_the_logits_of_the_cpu(model: ModelSpec, tmp_path: Path) -> None:
+    folder, tokens = folder_of(model, tmp_path / "model"), [5, 200, 31]
+    one, other = Sampler(folder), Sampler(folder, "cuda")
+    for token in (7, 8, 9):
+        torch.testing.assert_close(other.next_logits(tokens), one.next_logits(tokens), rtol=1e-3, atol=1e-3)
+        tokens.append(token)
+    assert list(generate(folder, "abc", 4, device="cuda", seed=1)) == list(
+        generate(folder, "abc", 4, device="cuda", seed=1)
+    )

@@ -129,6 +129,33 @@ def test_what_is_frozen_is_fetched_and_never_stepped(rank_pool: Pool, tmp_path: 
     assert not torch.equal(start[4].weight, layers[4].weight)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_frozen_layers_are_clipped_and_rounded_alike_on_any_ranks(
+    rank_pool: Pool, tmp_path: Path, precision: str
+) -> None:
+    """The norm is that of what is trained; frozen values are those that came, whatever the type of training."""
+    start = adapted()
+    results: list[tuple[list[float | None], Layers]] = []
+    for number, (num_ranks, backward, optimizer) in enumerate([(1, 1, "sync"), (2, 1, "async"), (2, 3, "async")]):
+        layers = copy.deepcopy(start)
+        plan = plan_for(
+            layers, user.token_loss, None, num_ranks, backward=backward, sequence=SEQUENCE, precision=precision,
+            loss_scale={"initial": 1024.0}, options={"optimizer": optimizer},
+            optimizer={"max_norm": 0.02, "learning_rate": 1e-2},
+        )  # fmt: skip
+        result = train(layers, user.token_loss, None, plan, steps=4, output=tmp_path / str(number), ranks=rank_pool())
+        assert len(result.summary["clipped_steps"]) >= 2
+        results.append((result.losses, layers))
+    losses, first = results[0]
+    assert losses[-1] != losses[0]
+    for other_losses, layers in results[1:]:
+        assert other_losses == losses
+        assert_same(layers, first)
+    for before, after in zip(start, first, strict=True):
+        for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True):
+            assert torch.equal(old, new) != (old.requires_grad and name != "idle"), name
+
+
 def test_moments_and_gradients_are_of_what_is_trained_only() -> None:
     full, lean = (
         plan_for(layers, user.token_loss, None, 1, sequence=SEQUENCE) for layers in (language_model(), adapted())
@@ -160,6 +187,23 @@ def test_it_goes_on_from_a_checkpoint_on_other_ranks(rank_pool: Pool, tmp_path: 
         state = nn.Sequential(*layers).state_dict()
         assert weights.keys() == state.keys() - buffers
         assert all(torch.equal(state[name], value) for name, value in weights.items())
+
+
+def test_outputs_of_another_type_are_passed_on_in_the_plans(rank_pool: Pool, tmp_path: Path) -> None:
+    """A layer that leaves its type does not change what a message or a neighbour reads."""
+    torch.manual_seed(3)
+    start: Layers = [linear(), user.Halves(4, 4), linear(), linear()]
+    expected = copy.deepcopy(start)
+    losses: list[float] = []
+    for number, ranks in enumerate((1, 2)):
+        layers = copy.deepcopy(start)
+        plan = plan_for(layers, nn.MSELoss(), user.same_size, ranks, size=3, backward=2)
+        if not losses:
+            losses = user.plain([*expected[:2], user.Floats(), *expected[2:]], nn.MSELoss(), user.same_size, plan, 3)
+        output = tmp_path / str(number)
+        result = train(layers, nn.MSELoss(), user.same_size, plan, steps=3, output=output, ranks=rank_pool())
+        assert result.losses == losses
+        assert_same(layers, expected)
 
 
 def test_evaluation_draws_nothing_and_changes_nothing(rank_pool: Pool, tmp_path: Path) -> None:
@@ -210,6 +254,20 @@ def shared() -> Layers:
         (lambda: [linear(), user.Detached(4, 4)], r"layer 1 \(Detached\): no gradient reaches its input"),
         (lambda: [linear(), user.Summed(4, 4), linear()], r"layer 1 \(Summed\): output of shape \[4\] for 3 items"),
         (lambda: [linear().requires_grad_(False)], "no parameter is trained"),
+        (lambda: [linear(), user.DrawsItself(4)], r"layer 1 \(DrawsItself\) gives another result"),
+        (lambda: [linear(), user.Shrinks(4, 4)], r"layer 1 \(Shrinks\) changes its parameter weight"),
+        (lambda: [linear(), user.NotNumbers(4, 4)], r"layer 1 \(NotNumbers\): its output has NaN"),
+        (
+            lambda: [user.Elsewhere(4, 4), linear()],
+            r"layer 0 \(Elsewhere\): its output is on device meta, its input on",
+        ),
+        (lambda: [nn.Linear(4, 4, device="meta")], r"layer 0 \(Linear\): weight is on device meta; layers come with"),
+        (
+            lambda: [linear().double()],
+            r"layer 0 \(Linear\): parameter weight is of type torch.float64; it can be float32",
+        ),
+        (lambda: [linear(), nn.LazyLinear(4)], r"layer 1 \(LazyLinear\): weight has no shape yet; run the layer once"),
+        (lambda: [nn.utils.parametrizations.weight_norm(linear())], r"layer 0 \(\w+\) is parametrized"),
     ],
 )
 def test_layers_that_cannot_be_trained_are_named(make: Callable[[], Any], message: str) -> None:
@@ -230,6 +288,8 @@ def test_layers_that_cannot_be_trained_are_named(make: Callable[[], Any], messag
         (nn.MSELoss(), user.drawing, "the data are others when they are asked for again"),
         (nn.MSELoss(), user.seeding, "the data draw from PyTorch's default generator"),
         (nn.MSELoss(), "missing.bin", "missing.bin: cannot read"),
+        (nn.MSELoss(), user.on_another_device, "data gave a tensor on device meta; give tensors on the CPU"),
+        (nn.MSELoss(), user.Ragged(), r"items \d+, \d+, \d+, ... of the data set cannot be stacked"),
     ],
 )
 def test_losses_and_data_that_do_not_fit_are_named(loss: Any, data: Any, message: str) -> None:
@@ -277,4 +337,13 @@ def test_a_microbatch_that_is_not_as_described_ends_the_run(rank_pool: Pool, tmp
         train(
             layers, nn.MSELoss(), user.points, plan.replace(microbatch_size=2), steps=1, output=tmp_path / "run",
             ranks=rank_pool(),
+        )  # fmt: skip
+
+
+def test_a_shape_that_depends_on_the_data_ends_the_run(rank_pool: Pool, tmp_path: Path) -> None:
+    layers = [user.DependsOnData(4, 4), linear()]
+    plan = plan_for(layers, nn.MSELoss(), user.positive_at_first, 1, size=3)
+    with pytest.raises(RunFailedError, match=r"layer 0 \(DependsOnData\): output of shape \[0, 4\], not \[3, 4\]"):
+        train(
+            layers, nn.MSELoss(), user.positive_at_first, plan, steps=2, output=tmp_path / "run", ranks=rank_pool()
         )  # fmt: skip

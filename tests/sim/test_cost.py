@@ -8,6 +8,7 @@ from spipe.ops import Kind
 from spipe.plan import make_plan
 from spipe.sim.cost import CostModel
 from spipe.sim.pricing import op_costs
+from spipe.sim.resources import Flow, FlowSpec, max_min_rates
 
 MODEL = load_model("llama2-7b")
 H200 = load_hardware("h200x1")
@@ -65,6 +66,34 @@ def test_ideal_costs_are_exact_constants() -> None:
     assert costs.layer_s("block", "backward") == 2e-3
     assert costs.layer_s("head", "forward") == costs.layer_s("embedding", "backward") == 0.0
     assert costs.notes == ()
+
+
+def test_the_optimizer_and_copies_slow_down_alike_where_memory_is_short() -> None:
+    plan = make_plan(load_model("llama2-7b"), load_hardware("h200x1"), forward_stages=16, backward_stages=33,
+                     global_batch=8, microbatch_size=1, sequence=2048, precision="bf16")  # fmt: skip
+    short = plan.hardware.override({"cpu.memory_bandwidth_gb_per_s": 150})
+    program, costs = plan.program(), op_costs(CostModel.of(plan, short), plan.program())
+    step, fetch = (
+        next(costs.flows[i] for i, k in enumerate(program.kind) if k == kind and costs.flows[i])
+        for kind in (Kind.STEP, Kind.FETCH)
+    )
+    assert step is not None
+    assert fetch is not None
+    flows = [Flow(step, 0.0), Flow(fetch, 0.0)]
+    memory = max(resource for resource, _ in fetch.uses)
+    rates = max_min_rates(flows, [memory], costs.capacities)
+    taken = {flow: rate * dict(flow.uses)[memory] for flow, rate in rates.items()}
+    assert sum(taken.values()) == pytest.approx(150e9)
+    assert rates[flows[0]] == pytest.approx(rates[flows[1]], rel=0.1)
+
+
+def test_copies_share_a_link_byte_for_byte() -> None:
+    """However fast each of them would be alone."""
+    slow, fast = (Flow(FlowSpec(1.0, 1.0, 1 / rate, ((0, rate),)), 0.0) for rate in (20e9, 50e9))
+    rates = max_min_rates([slow, fast], [0], [60e9])
+    assert [20e9 * rates[slow], 50e9 * rates[fast]] == pytest.approx([20e9, 40e9])
+    rates = max_min_rates([slow, fast], [0], [30e9])
+    assert [20e9 * rates[slow], 50e9 * rates[fast]] == pytest.approx([15e9, 15e9])
 
 
 def test_a_small_microbatch_is_less_efficient() -> None:

@@ -51,9 +51,10 @@ def test_programs_are_sound_with_synchronous_stage_inputs_and_several_workers(pl
 @settings(max_examples=15, deadline=None)
 @given(plans())
 def test_the_critical_path_is_as_long_as_a_step(plan: Plan) -> None:
-    simulation = simulate(plan)
-    found = explain(simulation)
-    assert math.fsum(found.shares.values()) == pytest.approx(simulation.makespan_s, rel=1e-9)
+    for num_steps in (1, 3):
+        simulation = simulate(plan, num_steps=num_steps)
+        found = explain(simulation)
+        assert math.fsum(found.shares.values()) == pytest.approx(simulation.step_s, rel=1e-9)
     assert all(segment.seconds >= 0 for segment in found.path)
     assert found.resource in next(found.words())
     assert [change["gain"] for change in found.changes] == sorted((c["gain"] for c in found.changes), reverse=True)
@@ -72,6 +73,21 @@ def test_the_resource_that_limits_is_the_one_worth_buying() -> None:
     found = explain(simulate(plan))
     assert "optimizer" in found.resource
     assert "cores" in found.changes[0]["change"]
+
+
+def test_what_overlaps_with_compute_does_not_limit() -> None:
+    """Without a barrier the optimizer works on while the next step computes; alone, a step would wait for it."""
+    plan = make_plan(
+        load_model("10b"),
+        load_hardware("v100x4"),
+        global_batch=64,
+        microbatch_size=2,
+        sequence=1024,
+        precision="fp16",
+    )
+    found = explain(simulate(plan))
+    assert "compute" in found.resource
+    assert "accelerators" in found.changes[0]["change"]
 
 
 def twice_as_fast(hardware: HardwareSpec) -> HardwareSpec:

@@ -66,7 +66,8 @@ def gpu_profile(truth: HardwareSpec, all_at_once: float = 1.0, peer_gb_per_s: fl
     add("copy", MIB / 9e9, direction="h2d", bytes=MIB, memory="pageable", devices=1)
     bandwidth = truth.accelerator.memory_bandwidth_bytes_per_s
     add("device copy", 2 * MIB / bandwidth, bytes=MIB)
-    add("issue", 1e-4, device="cuda")
+    for name, issue_s in (("forward", 1e-4), ("recompute", 1.5e-4), ("backward", 3e-4)):
+        add("issue", issue_s, device="cuda", pass_name=name)
     add("page lock", 1e9 / 4e9, bytes=10**9)
     add("triad", 1e9 / truth.cpu.memory_bandwidth_bytes_per_s, threads=truth.cpu.cores, bytes=10**9)
     for count in (4096, 1 << 26):

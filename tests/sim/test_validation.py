@@ -89,7 +89,9 @@ def test_the_command_writes_json(table: Path, tmp_path: Path, capsys: pytest.Cap
     assert {"rows", "systems", "order_agreement", "oom_agreement"} <= set(data)
     keys = {"figure", "system", "cluster", "model_size", "used_for", "measured_ms", "predicted_ms", "error"}
     assert keys | {"gpu_measured_ms", "gpu_predicted_ms", "gpu_error"} <= set(data["rows"][0])
-    assert "Rows that" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Rows that" in shown
+    assert "line 9 left out: ran on spipe-3090" in shown
 
 
 def main_code(arguments: list[str]) -> int:
@@ -110,6 +112,8 @@ BAD = {
     "negative": (HEADER, ROWS.replace("11922", "-11922"), "should be more than 0"),
     "nan": (HEADER, ROWS.replace("11922", "nan"), "should be more than 0 and finite"),
     "wrong unit": (HEADER, ROWS.replace("11922,6676", "11.922,6.676"), "in milliseconds"),
+    "seconds, no tflops": (HEADER, ROWS.replace("32246", "32.246"), "is the time in milliseconds?"),
+    "microseconds, no tflops": (HEADER, ROWS.replace("32246", "32246000"), "should be 0.2 to 3000; is the time in"),
     "GPU time in another unit": (HEADER, ROWS.replace("6676", "6676000"), "gpu_latency"),
     "size": (HEADER, ROWS.replace("10,2,16,1,1024,21.17", "11,2,16,1,1024,21.17"), "model_size = 11"),
     "batch": (HEADER, ROWS.replace("10,2,16,1,1024,21.17", "10,3,16,1,1024,21.17"), "does not divide"),
@@ -123,7 +127,7 @@ BAD = {
 
 def test_a_batch_that_is_far_too_large_is_left_out_at_once(tmp_path: Path) -> None:
     path = tmp_path / "large.csv"
-    path.write_text(f"{HEADER}\n,DeepSpeed,spipe-v100,10,2,16000000,1,1024,,32246,\n")
+    path.write_text(f"{HEADER}\n,DeepSpeed,spipe-v100,10,2,16000000,1,1024,,32246000000,\n")
     assert "2000000 microbatches" in validate(path, fit="none").skipped[0]["reason"]
 
 

@@ -9,6 +9,7 @@ import pytest
 from spipe.check import check
 from spipe.errors import SpipeError
 from spipe.hardware import MeasuredLayer, load_hardware
+from spipe.layer_list import LayerListSpec, LayerSpec
 from spipe.model import LayerKind, ModelSpec, PassName, load_model
 from spipe.options import Options
 from spipe.plan import make_plan
@@ -16,6 +17,7 @@ from spipe.sim import SearchResult, search, search_for, simulate
 from spipe.sim.cost import CostModel
 from spipe.sim.objectives import dollars_per_token
 from spipe.sim.space import FIRST_HELD, HELD_LAYERS
+from spipe.tensors import TensorSpec
 
 BLOCKS = ModelSpec(name="blocks", num_layers=24, hidden_size=64, ffn_size=128, num_heads=4, vocab_size=128)
 
@@ -366,3 +368,21 @@ def test_impossible_requests_are_refused(changes: dict[str, Any], message: str) 
 def test_an_unknown_option_is_the_callers_mistake_and_named() -> None:
     with pytest.raises(SpipeError, match="weight_slot"):
         tiny(options={"weight_slot": 3})
+
+
+def test_attention_and_feed_forward_of_a_listed_block_may_be_in_different_stages() -> None:
+    shapes = {"Attention": 4 * 64 * 64, "FeedForward": 3 * 64 * 160}
+    layers = tuple(
+        LayerSpec(
+            name=name, parameters={"weight": (size,)}, output=(16, 64), forward_flops=32.0 * size, saved_elements=4096
+        )
+        for _ in range(3)
+        for name, size in shapes.items()
+    )
+    tensor = TensorSpec(shape=(16, 64), dtype="float")
+    model = LayerListSpec(layers=layers, input=tensor, target=tensor, sequence=16)
+    found = search(model, load_hardware("h200x4"), global_batch=8, sequence=16, num_ranks=4, precision="fp32",
+                   schedules=["spipe"], max_simulations=4, effort=0.1)  # fmt: skip
+    layout = found.plan.layout.layout()
+    assert any(stage.first % 2 for stage in (*layout.forward, *layout.backward))
+    assert check(found.plan.program()) == []

@@ -13,7 +13,7 @@ from spipe.memory import MemoryReport
 from spipe.model import ModelSpec
 from spipe.schedules import SCHEDULES
 from spipe.sim.candidates import Candidate
-from spipe.sim.judge import fitting
+from spipe.sim.judge import account, fitting
 from spipe.sim.ledger import Ledger
 from spipe.sim.shortage import LeastMemory
 from spipe.sim.space import STAGES_PER_RANK, Space, make_space
@@ -61,13 +61,16 @@ def no_plan(
         advise: whether to look for changes.
     """
     job = space.job
+    nearest = ledger.nearest
+    if nearest is not None:  # perhaps it was refused for what one microbatch needs already
+        nearest = nearest[0], account(job, nearest[0], nearest[0].num_microbatches)
     wanted = f"no plan for {job.model.name} on {job.hardware.name} (global batch {space.global_batch}, sequence "
     wanted += f"{job.sequence})"
-    if ledger.nearest is None:
+    if nearest is None:
         reasons = list(dict.fromkeys([*refused, *(row["reason"] for row in ledger.rejected)]))
         problem = "; ".join(reasons[:3]) or "nothing to search"
     else:
-        candidate, report = ledger.nearest
+        candidate, report = nearest
         problem = (
             f"nothing fits. Nearest is {candidate.schedule} on {candidate.num_ranks} ranks with "
             f"F={candidate.forward_stages}, B={candidate.backward_stages} and microbatches of "
@@ -76,7 +79,7 @@ def no_plan(
     head = f"{wanted}: {problem}"
     if not advise:
         return NoPlanError(head, [])
-    advice = list(_advice(arguments, space, ledger.nearest))
+    advice = list(_advice(arguments, space, nearest))
     if not advice:
         return NoPlanError(f"{head}. No single change that was tried makes it fit; use a smaller model", advice)
     return NoPlanError(f"{head}. Any one of these makes it fit: {'; '.join(each.words for each in advice)}", advice)

@@ -215,12 +215,13 @@ def _held_layers(job: Job, candidate: Candidate, report: MemoryReport) -> Candid
 
 def _memory(job: Job, candidate: Candidate) -> MemoryReport:
     """Of the whole candidate, or, if that is too much already and much quicker to find out, with one microbatch."""
-    if candidate.num_ops > _SMALL and not (report := _account(job, candidate, 1)).fits:
+    if candidate.num_ops > _SMALL and not (report := account(job, candidate, 1)).fits:
         return report
-    return _account(job, candidate, candidate.num_microbatches)
+    return account(job, candidate, candidate.num_microbatches)
 
 
-def _account(job: Job, candidate: Candidate, num_microbatches: int) -> MemoryReport:
+def account(job: Job, candidate: Candidate, num_microbatches: int) -> MemoryReport:
+    """What a candidate would need with so many microbatches."""
     report = memory(job.plan(candidate, num_microbatches))
     return replace(
         report,
@@ -233,4 +234,4 @@ def _most(report: MemoryReport) -> tuple[int, int]:
     return max(report.rank_bytes), max(report.host_bytes)
 
 
-__all__ = ["Job", "Refusal", "Verdict", "fitting", "improved", "interval_s", "replayed", "simulated"]
+__all__ = ["Job", "Refusal", "Verdict", "account", "fitting", "improved", "interval_s", "replayed", "simulated"]

@@ -5,15 +5,17 @@ Every change that is named was tried: with it there is a plan whose memory fits.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spipe.errors import SpipeError
 from spipe.memory import MemoryReport
+from spipe.model import ModelSpec
 from spipe.schedules import SCHEDULES
 from spipe.sim.candidates import Candidate
-from spipe.sim.judge import fitting
+from spipe.sim.judge import account, fitting
 from spipe.sim.ledger import Ledger
+from spipe.sim.shortage import LeastMemory
 from spipe.sim.space import STAGES_PER_RANK, Space, make_space
 
 TRIES = 6  # candidates looked at for a change, those that need least memory first
@@ -59,13 +61,16 @@ def no_plan(
         advise: whether to look for changes.
     """
     job = space.job
+    nearest = ledger.nearest
+    if nearest is not None:  # perhaps it was refused for what one microbatch needs already
+        nearest = nearest[0], account(job, nearest[0], nearest[0].num_microbatches)
     wanted = f"no plan for {job.model.name} on {job.hardware.name} (global batch {space.global_batch}, sequence "
     wanted += f"{job.sequence})"
-    if ledger.nearest is None:
+    if nearest is None:
         reasons = list(dict.fromkeys([*refused, *(row["reason"] for row in ledger.rejected)]))
         problem = "; ".join(reasons[:3]) or "nothing to search"
     else:
-        candidate, report = ledger.nearest
+        candidate, report = nearest
         problem = (
             f"nothing fits. Nearest is {candidate.schedule} on {candidate.num_ranks} ranks with "
             f"F={candidate.forward_stages}, B={candidate.backward_stages} and microbatches of "
@@ -74,7 +79,7 @@ def no_plan(
     head = f"{wanted}: {problem}"
     if not advise:
         return NoPlanError(head, [])
-    advice = list(_advice(arguments, space, ledger.nearest))
+    advice = list(_advice(arguments, space, nearest))
     if not advice:
         return NoPlanError(f"{head}. No single change that was tried makes it fit; use a smaller model", advice)
     return NoPlanError(f"{head}. Any one of these makes it fit: {'; '.join(each.words for each in advice)}", advice)
@@ -98,7 +103,10 @@ def _advice(arguments: dict[str, Any], space: Space, nearest: Nearest | None) ->
     if nearest is not None:
         kinds += [_more_memory, _more_hosts, _shorter_sequences, _fewer_layers]
     for kind in kinds:
-        for advice in kind(arguments, space, nearest):
+        changes = kind(arguments, space, nearest)
+        if kind in _EVER_MORE and (listed := list(changes)):
+            changes = iter(listed if _makes_it_fit(arguments, listed[-1].changes, nearest) else [])
+        for advice in changes:
             if _makes_it_fit(arguments, advice.changes, nearest):
                 yield advice
                 if kind is not _fewer_options:
@@ -108,9 +116,12 @@ def _advice(arguments: dict[str, Any], space: Space, nearest: Nearest | None) ->
 def _makes_it_fit(arguments: dict[str, Any], changes: dict[str, Any], nearest: Nearest | None) -> bool:
     try:
         space = make_space(**{**arguments, **changes})
+        space = replace(space, microbatch_sizes=space.microbatch_sizes[:1])  # larger ones need no less
         candidates = space.candidates({})
     except SpipeError:
         return False
+    least = LeastMemory(space.job)
+    candidates = [candidate for candidate in candidates if least.may_fit(candidate)]
     leanest = sorted(candidates, key=lambda c: (c.microbatch_size, -c.num_ranks, -len(c.layout.backward), c.key))
     tried = leanest[:TRIES]
     if nearest is not None and {"hardware", "max_rank_bytes", "max_host_bytes"} & changes.keys():
@@ -218,11 +229,16 @@ def _shorter_sequences(arguments: dict[str, Any], space: Space, nearest: Nearest
 
 def _fewer_layers(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
     model = space.job.model
+    if not isinstance(model, ModelSpec):
+        return
     for eighths in range(7, 0, -1):
         layers = model.num_layers * eighths // 8
         if layers:
             smaller = model.replace(num_layers=layers, name=f"{model.name}-{layers}-layers")
             yield Advice(f"a model of {layers} instead of {model.num_layers} blocks", {"model": smaller})
+
+
+_EVER_MORE = (_shorter_sequences, _fewer_layers)  # where the last change is not enough, none is
 
 
 def _rounded_up(num_bytes: float) -> float:

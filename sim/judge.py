@@ -205,20 +205,23 @@ def _held_layers(job: Job, candidate: Candidate, report: MemoryReport) -> Candid
     if short <= 0 or "device_layers" in options or options.get("bucket_layers", 1) != 1 or job.hardware.device == "cpu":
         return None
     hosts = len(report.host_bytes)
-    held = 1 + math.ceil(hosts * short / (_HOST_STATE_BYTES * job.model.layer_num_parameters("block")))
-    if held > job.model.num_total_layers:
+    model = job.model
+    usual = model.layer_num_parameters(model.layer_kind(model.num_total_layers // 2))
+    held = 1 + math.ceil(hosts * short / (_HOST_STATE_BYTES * max(1, usual)))
+    if held > model.num_total_layers:
         return None
     return candidate.with_options(device_layers=held)
 
 
 def _memory(job: Job, candidate: Candidate) -> MemoryReport:
     """Of the whole candidate, or, if that is too much already and much quicker to find out, with one microbatch."""
-    if candidate.num_ops > _SMALL and not (report := _account(job, candidate, 1)).fits:
+    if candidate.num_ops > _SMALL and not (report := account(job, candidate, 1)).fits:
         return report
-    return _account(job, candidate, candidate.num_microbatches)
+    return account(job, candidate, candidate.num_microbatches)
 
 
-def _account(job: Job, candidate: Candidate, num_microbatches: int) -> MemoryReport:
+def account(job: Job, candidate: Candidate, num_microbatches: int) -> MemoryReport:
+    """What a candidate would need with so many microbatches."""
     report = memory(job.plan(candidate, num_microbatches))
     return replace(
         report,
@@ -231,4 +234,4 @@ def _most(report: MemoryReport) -> tuple[int, int]:
     return max(report.rank_bytes), max(report.host_bytes)
 
 
-__all__ = ["Job", "Refusal", "Verdict", "fitting", "improved", "interval_s", "replayed", "simulated"]
+__all__ = ["Job", "Refusal", "Verdict", "account", "fitting", "improved", "interval_s", "replayed", "simulated"]

@@ -8,9 +8,11 @@ from spipe.hardware import HardwareSpec
 from spipe.model import ModelSpec
 from spipe.sim.search import search
 from spipe.sim.search_result import SearchResult
+from spipe.sim.space import make_space
 
 OBJECTIVES = ("time", "dollars", "memory", "sequence", "layers")
 _SEQUENCE_STEP = 256
+_HOW_TO_SEARCH = ("cuts", "executor", "progress", "max_simulations", "effort", "advise")  # no choices of the space
 
 
 def search_for(
@@ -54,6 +56,8 @@ def search_for(
                 f"{dollars_per_hour(hardware):.2f} an hour"
             )
         hardware = hardware.resized(num_hosts=hosts)
+    if min_tokens_per_s is not None and objective not in ("sequence", "layers"):
+        _refuse_the_impossible(min_tokens_per_s, model, hardware, arguments)
     if objective == "sequence":
         result = _largest(
             lambda n: run(sequence=n * _SEQUENCE_STEP, advise=n == 1), (model.max_sequence or 2**20) // _SEQUENCE_STEP
@@ -79,6 +83,20 @@ def search_for(
         assert min_tokens_per_s is not None
         result = _least_memory(run, result, min_tokens_per_s)
     return result
+
+
+def _refuse_the_impossible(
+    min_tokens_per_s: float, model: ModelSpec, hardware: HardwareSpec, arguments: dict[str, Any]
+) -> None:
+    """Raises SpipeError if no plan can be as fast, before anything is searched."""
+    choices = {name: value for name, value in arguments.items() if name not in _HOW_TO_SEARCH}
+    bound_s, limit = make_space(model, hardware, **choices).least_step_s()
+    most = arguments["global_batch"] * arguments["sequence"] / bound_s
+    if min_tokens_per_s > most:
+        raise SpipeError(
+            f"min_tokens_per_s = {min_tokens_per_s:g}: no plan for {hardware.name} can reach more than {most:.6g} "
+            f"({limit}); use more or faster accelerators, or a smaller model"
+        )
 
 
 def dollars_per_hour(hardware: HardwareSpec, num_hosts: int = 1) -> float:

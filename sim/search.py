@@ -27,6 +27,7 @@ from spipe.sim.candidates import Candidate, every_cut
 from spipe.sim.judge import Verdict, improved, interval_s, replayed, simulated
 from spipe.sim.ledger import Ledger, Progress, Verdicts, best_of, best_s
 from spipe.sim.search_result import Range, SearchResult, beats, pareto_front
+from spipe.sim.shortage import LeastMemory
 from spipe.sim.simulation import simulate
 from spipe.sim.space import Space, make_space
 
@@ -153,9 +154,9 @@ class _Search:
         candidates = self.without_large(candidates)
         try:
             if everything := self.all_cuts(candidates):
-                self.judge_all(everything)
+                self.judge_all(self.without_short(everything))
             else:
-                self.rank(candidates)
+                self.rank(self.without_short(candidates))
                 if self.cuts == "improve" and ledger.replayed:
                     families = FAMILIES[: max(2, round(self.effort * len(FAMILIES)))]
                     self.improve(best_of(ledger.replayed, families[0]), families)
@@ -180,6 +181,18 @@ class _Search:
             )
             return small
         return candidates
+
+    def without_short(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Those that may fit; if there are none, those that need least, to say what is short."""
+        least = LeastMemory(self.space.job)
+        left = [candidate for candidate in candidates if least.may_fit(candidate)]
+        if not left:
+            left = sorted(candidates, key=lambda c: (c.microbatch_size, -c.num_ranks, -len(c.layout.backward), c.key))
+            left = left[:WAVE]
+        if count := len(candidates) - len(left):
+            self.ledger.rejected.append({"reason": "short of memory with any options", "count": count})
+            self.ledger.discard(count)
+        return left
 
     def all_cuts(self, candidates: list[Candidate]) -> list[Candidate]:
         """Every cut of every candidate, best bound first; nothing if they are not wanted, or too many."""
@@ -291,12 +304,26 @@ class _Search:
             useless |= {name for name, c in varied.items() if c in found and found[c].step_s > HOPELESS * best.step_s}
             if best_s(simulations) >= gain_s:
                 break
+            self.climb()
         best = best_of(simulations, 1)[0]
         if self.cuts == "improve" and best.candidate.cuts != "all":
             known = set(self.ledger.replayed)
             self.improve([best], (1, 1))
             recut = [candidate for candidate in self.ledger.replayed if candidate not in known]
             self.ledger.ask(simulated, recut, simulations)
+
+    def climb(self) -> None:
+        """Hold fewer or more layers on accelerators, as long as that makes the best plan faster."""
+        simulations = self.ledger.simulated
+        best = best_of(simulations, 1)[0]
+        tried: Verdicts = {}
+        while best.candidate.options.get("device_layers") and "device_layers" not in self.space.job.options:
+            held = self.space.held_next(best.candidate)
+            self.ledger.ask(simulated, [best.candidate.with_options(device_layers=n) for n in held], tried)
+            before, best = best, best_of({best.candidate: best} | tried, 1)[0]
+            if best == before:
+                return
+            simulations[best.candidate] = best
 
     # ------------------------------------------------------------------ results
 

@@ -19,6 +19,7 @@ from spipe.sim.judge import Job
 STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 BACKWARD_PER_FORWARD = (1, 2, 3, 4)
 HELD_LAYERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+FIRST_HELD = (1, 4, 16)  # tried before any is known to help; from the best of them the search climbs
 VARIATIONS: tuple[dict[str, Any], ...] = (
     {"weight_slots": 3},
     {"weight_slots": 4},
@@ -27,7 +28,6 @@ VARIATIONS: tuple[dict[str, Any], ...] = (
     {"bucket_layers": 2},
     {"stage_input_route": "host"},
     {"optimizer_workers": 2},
-    *({"device_layers": held} for held in HELD_LAYERS),
 )
 _STATE_BYTES = 16  # of a parameter that an accelerator holds: weight, gradient, master and moments
 
@@ -91,19 +91,25 @@ class Space:
 
     def variations(self, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
         """The same candidate with one option changed, or with its ranks in other places, by what is changed."""
-        for variation in VARIATIONS:
+        for variation in (*VARIATIONS, *({"device_layers": held} for held in self.held_next(candidate))):
             (name,) = variation
             if name in self.job.options or candidate.options.get(name) == variation[name]:
                 continue
             if name == "optimizer_workers" and not self.job.contention:
                 continue  # what two STEPs at a time share is all that keeps them from being twice as fast
-            if name == "device_layers" and not 0 < variation[name] <= self.most_held(candidate):
-                continue
             yield f"{name} = {variation[name]}", candidate.with_options(**variation)
         if self.cross_mapping:
             return
         for number, mapped in enumerate(ranks_mapped(candidate, self.job.hardware, self.job.costs(candidate))):
             yield f"ranks in order {number}", mapped
+
+    def held_next(self, candidate: Candidate) -> list[int]:
+        """Numbers of layers to hold that are tried next: a few if it holds none, else one fewer and one more."""
+        most, held = self.most_held(candidate), candidate.options.get("device_layers", 0)
+        if not held:
+            return [number for number in FIRST_HELD if number <= most]
+        fewer, more = ([n for n in HELD_LAYERS if n < held], [n for n in HELD_LAYERS if held < n <= most])
+        return [*fewer[-1:], *more[:1]]
 
     def most_held(self, candidate: Candidate | None = None) -> int:
         """How many of the lowest layers accelerators may keep with all their state; more would not fit."""
@@ -113,7 +119,7 @@ class Space:
         hardware, model = self.job.hardware, self.job.model
         room = min(hardware.accelerator.usable_memory_bytes, self.job.max_rank_bytes) * max(self.num_ranks)
         most = 0
-        while most < min(model.num_total_layers, HELD_LAYERS[-1]) and room > 0:
+        while most < model.num_total_layers and room > 0:
             room -= _STATE_BYTES * model.layer_num_parameters(model.layer_kind(most))
             most += room > 0
         return most
@@ -186,7 +192,7 @@ class Space:
 
 def _relative(seconds: Sequence[float]) -> tuple[float, ...]:
     """Layer costs in units of a block's, coarse enough that candidates share their cuts."""
-    block = seconds[1] or 1.0
+    block = seconds[min(1, len(seconds) - 1)] or 1.0
     return tuple(round(cost / block, 2) for cost in seconds)
 
 

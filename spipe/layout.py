@@ -7,7 +7,7 @@ stage: what lies above is dead work, because the top backward stage recomputes i
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from spipe.errors import SpipeError
@@ -160,6 +160,11 @@ def balanced_cuts(costs: Sequence[float], num_stages: int) -> list[int]:
     Raises:
         SpipeError: if there are fewer layers than stages.
     """
+    return list(_balanced_cuts(tuple(costs), num_stages))
+
+
+@lru_cache(maxsize=4096)
+def _balanced_cuts(costs: tuple[float, ...], num_stages: int) -> tuple[int, ...]:
     num_layers = len(costs)
     if not 1 <= num_stages <= num_layers:
         raise SpipeError(
@@ -171,7 +176,7 @@ def balanced_cuts(costs: Sequence[float], num_stages: int) -> list[int]:
         prefix.append(prefix[-1] + cost)
     limit, _ = _cut(prefix, num_stages, float("inf"), max)
     _, bounds = _cut(prefix, num_stages, limit * (1 + 1e-12), lambda total, width: total + width * width)
-    return bounds
+    return tuple(bounds)
 
 
 def _cut(

@@ -50,6 +50,12 @@ def failure(case: Case, **changes: Any) -> NoPlanError:
              {"global_batch": 1, "sequence": 512, "options": {"device_layers": 0}, "backward_stages": [21], **SPIPE}),
             ["leaving option device_layers = 0 out"],
         ),
+        (  # short of memory with one microbatch already, and more so with all
+            ("tiny", load_hardware("h200x1"),
+             {"global_batch": 64, "sequence": 512, "microbatch_size": 1, "forward_stages": 8, "backward_stages": 8,
+              "max_rank_bytes": 6e7, **SPIPE}),
+            ["a limit of"],
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )  # fmt: skip

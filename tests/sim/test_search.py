@@ -9,11 +9,15 @@ import pytest
 from spipe.check import check
 from spipe.errors import SpipeError
 from spipe.hardware import MeasuredLayer, load_hardware
+from spipe.layer_list import LayerListSpec, LayerSpec
 from spipe.model import LayerKind, ModelSpec, PassName, load_model
+from spipe.options import Options
 from spipe.plan import make_plan
 from spipe.sim import SearchResult, search, search_for, simulate
 from spipe.sim.cost import CostModel
 from spipe.sim.objectives import dollars_per_token
+from spipe.sim.space import FIRST_HELD, HELD_LAYERS
+from spipe.tensors import TensorSpec
 
 BLOCKS = ModelSpec(name="blocks", num_layers=24, hidden_size=64, ffn_size=128, num_heads=4, vocab_size=128)
 
@@ -193,6 +197,27 @@ def test_an_interrupt_before_anything_was_found_is_passed_on() -> None:
         tiny(progress=interrupt)
 
 
+def test_layers_are_held_as_long_as_that_helps() -> None:
+    """The best of all numbers that may be held, though only some are tried."""
+    arguments: dict[str, Any] = {
+        "global_batch": 8, "sequence": 1024, "microbatch_size": 2, "num_ranks": 4, "schedules": ["spipe"],
+        "forward_stages": 4, "backward_stages": 6, "cuts": "balanced", "precision": "fp16", "contention": False,
+    }  # fmt: skip
+    model, hardware = load_model("10b"), load_hardware("v100x4")
+    found = search(model, hardware, **arguments)
+    held = found.plan.options.device_layers
+    assert held not in (0, *FIRST_HELD)
+    options = found.plan.options.model_dump(exclude_defaults=True)
+    for other in (number for number in HELD_LAYERS if number != held):
+        try:
+            plan = found.plan.replace(options=Options(**{**options, "device_layers": other}))
+        except SpipeError:
+            continue
+        simulation = simulate(plan, contention=False)
+        assert simulation.step_s >= found.simulation.step_s * (1 - 1e-9) or not simulation.memory.fits
+    assert found.counts["simulated"] < 40
+
+
 def test_memory_limits_are_kept() -> None:
     free = tiny(num_ranks=2)
     most = max(free.simulation.memory.rank_bytes)
@@ -296,13 +321,18 @@ def test_fewest_dollars_uses_fewer_hosts_where_more_do_not_pay() -> None:
         ("memory", {}, "needs min_tokens_per_s"),
         ("time", {"max_dollars_per_hour": 0}, "max_dollars_per_hour = 0"),
         ("time", {"max_dollars_per_hour": 1}, "laptop has no price"),
-        ("time", {"min_tokens_per_s": 1e12}, "the best plan for laptop reaches"),
+        ("time", {"min_tokens_per_s": 1e12}, "no plan for laptop can reach more than"),
+        ("time", {"min_tokens_per_s": "bound"}, "the best plan for laptop reaches"),
         ("dollars", {}, "laptop has no price"),
     ],
 )
 def test_objectives_and_constraints_that_cannot_be_met(
     objective: str, constraints: dict[str, Any], message: str
 ) -> None:
+    if constraints.get("min_tokens_per_s") == "bound":
+        found = search(load_model("tiny"), load_hardware("laptop"), global_batch=4, sequence=64, max_simulations=1,
+                       cuts="balanced", num_ranks=1)  # fmt: skip
+        constraints = {"min_tokens_per_s": 0.9999 * 4 * 64 / found.lower_bound_s}
     with pytest.raises(SpipeError, match=message):
         search_for(
             objective, load_model("tiny"), load_hardware("laptop"), global_batch=4, sequence=64, max_simulations=1,
@@ -338,3 +368,21 @@ def test_impossible_requests_are_refused(changes: dict[str, Any], message: str) 
 def test_an_unknown_option_is_the_callers_mistake_and_named() -> None:
     with pytest.raises(SpipeError, match="weight_slot"):
         tiny(options={"weight_slot": 3})
+
+
+def test_attention_and_feed_forward_of_a_listed_block_may_be_in_different_stages() -> None:
+    shapes = {"Attention": 4 * 64 * 64, "FeedForward": 3 * 64 * 160}
+    layers = tuple(
+        LayerSpec(
+            name=name, parameters={"weight": (size,)}, output=(16, 64), forward_flops=32.0 * size, saved_elements=4096
+        )
+        for _ in range(3)
+        for name, size in shapes.items()
+    )
+    tensor = TensorSpec(shape=(16, 64), dtype="float")
+    model = LayerListSpec(layers=layers, input=tensor, target=tensor, sequence=16)
+    found = search(model, load_hardware("h200x4"), global_batch=8, sequence=16, num_ranks=4, precision="fp32",
+                   schedules=["spipe"], max_simulations=4, effort=0.1)  # fmt: skip
+    layout = found.plan.layout.layout()
+    assert any(stage.first % 2 for stage in (*layout.forward, *layout.backward))
+    assert check(found.plan.program()) == []

@@ -38,7 +38,8 @@ _TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def parameter_name(model: Model, layer: int, name: str) -> str:
-    """The name in a model folder: ``model.layers.3.mlp.up_proj.weight`` for layer 4's ``mlp.up_proj.weight``.
+    """The name in a model folder: ``model.layers.3.mlp.up_proj.weight`` for layer 4's ``mlp.up_proj.weight``, or for
+    layer 8's where blocks are split.
 
     Parameters of a list of layers have the names of an ``nn.Sequential`` of them.
     """
@@ -47,8 +48,8 @@ def parameter_name(model: Model, layer: int, name: str) -> str:
     kind = model.layer_kind(layer)
     if kind == "embedding":
         return f"model.embed_tokens.{name}"
-    if kind == "block":
-        return f"model.layers.{layer - 1}.{name}"
+    if kind != "head":
+        return f"model.layers.{model.whole_layer(layer) - 1}.{name}"
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
@@ -78,7 +79,7 @@ def check_same_model(model: Model, other: Model, source: str) -> None:
 def _what_is_trained(model: Model) -> dict[str, Any]:
     """What a checkpoint of the model depends on."""
     if isinstance(model, ModelSpec):
-        return model.model_dump(exclude={"name", "family", "max_sequence"})
+        return model.model_dump(exclude={"name", "family", "max_sequence", "split_blocks"})
     kinds = [model.layer_kind(i) for i in range(model.num_total_layers)]
     shapes = {
         f"{i}.{name}": [*shape, *(["frozen"] if name in model.frozen_parameters(kind) else [])]

@@ -107,15 +107,27 @@ def block(
 
     ``dropout``: probability with which an element of what attention and feed-forward add is left out.
     """
-    mixed = attention(p, _norm(x, p["input_layernorm.weight"], model), model, rotary, past)
-    x = x + (F.dropout(mixed, dropout) if dropout else mixed)
+    return feed_forward(p, attention(p, x, model, rotary, dropout, past), model, dropout)
+
+
+def attention(
+    p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable, dropout: float = 0.0,
+    past: KeysAndValues | None = None,
+) -> Tensor:  # fmt: skip
+    """The first part of a block, activations (b, s, h) -> (b, s, h): what causal attention adds to them."""
+    mixed = _mixed(p, _norm(x, p["input_layernorm.weight"], model), model, rotary, past)
+    return x + (F.dropout(mixed, dropout) if dropout else mixed)
+
+
+def feed_forward(p: Parameters, x: Tensor, model: ModelSpec, dropout: float = 0.0) -> Tensor:
+    """The second part of a block, activations (b, s, h) -> (b, s, h): what the SwiGLU feed-forward adds to them."""
     y = _norm(x, p["post_attention_layernorm.weight"], model)
     gate = F.silu(F.linear(y, p["mlp.gate_proj.weight"]))
     y = F.linear(gate * F.linear(y, p["mlp.up_proj.weight"]), p["mlp.down_proj.weight"])
     return x + (F.dropout(y, dropout) if dropout else y)
 
 
-def attention(
+def _mixed(
     p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable, past: KeysAndValues | None = None
 ) -> Tensor:
     """Causal (grouped-query) attention of the normed activations x (b, s, h) -> (b, s, h).
@@ -212,8 +224,9 @@ def _chunks(count: int, chunk: int) -> list[slice]:
 def initialize(model: ModelSpec, seed: int, layer: int, name: str, out: Tensor, num_threads: int = 1) -> None:
     """Fill ``out`` (fp32, CPU, contiguous, the parameter's shape) with the initial value of one parameter.
 
-    A function of (seed, layer, name) alone, whatever the layout and the number of threads: norms 1, biases 0, matrices
-    normal with std 0.02, the two projections that write into the residual stream scaled by 1/sqrt(2L).
+    A function of (seed, layer, name) alone, whatever the layout and the number of threads, and whether blocks are
+    split: norms 1, biases 0, matrices normal with std 0.02, the two projections that write into the residual stream
+    scaled by 1/sqrt(2L).
     """
     if name.endswith("norm.weight"):
         out.fill_(1.0)
@@ -223,7 +236,7 @@ def initialize(model: ModelSpec, seed: int, layer: int, name: str, out: Tensor, 
         std = INITIAL_STD
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             std /= math.sqrt(2 * model.num_layers)
-        _fill_normal(out.view(-1).numpy(), std, f"{seed}/{layer}/{name}", num_threads)
+        _fill_normal(out.view(-1).numpy(), std, f"{seed}/{model.whole_layer(layer)}/{name}", num_threads)
 
 
 def _fill_normal(values: NDArray[np.float32], std: float, key: str, num_threads: int) -> None:

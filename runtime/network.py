@@ -56,7 +56,11 @@ class DecoderNetwork:
         assert isinstance(plan.model, ModelSpec)
         self.model, self.device, self.dropout, self.z_loss = plan.model, device, plan.dropout, plan.z_loss
         self.rotary = layers.RotaryTable.build(plan.model, plan.sequence, DTYPES[plan.precision], device)
-        self.block = torch.compile(layers.block, dynamic=False) if plan.compile_layers else layers.block
+        self.block, self.attention, self.feed_forward = layers.block, layers.attention, layers.feed_forward
+        if plan.compile_layers:
+            self.block, self.attention, self.feed_forward = (
+                torch.compile(part, dynamic=False) for part in (self.block, self.attention, self.feed_forward)
+            )
 
     def __call__(
         self, layer: int, parameters: Parameters, x: Tensor, target: Tensor | None, seed: int | None
@@ -64,11 +68,14 @@ class DecoderNetwork:
         kind = self.model.layer_kind(layer)
         if kind == "embedding":
             return layers.embedding(parameters, x)
-        if kind == "block":
+        if kind != "head":
             dropout = self.dropout if seed is not None else 0.0
             if seed is not None and dropout:
                 seed_generator(self.device, seed)
-            return self.block(parameters, x, self.model, self.rotary, dropout)
+            if kind == "mlp":
+                return self.feed_forward(parameters, x, self.model, dropout)
+            part = self.block if kind == "block" else self.attention
+            return part(parameters, x, self.model, self.rotary, dropout)
         if target is None:
             target = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
         return layers.head(parameters, x, target, self.model, self.z_loss if seed is not None else 0.0)

@@ -7,10 +7,10 @@ from typing import Any
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec, MeasuredLayer, standard_error
-from spipe.model import LAYER_KINDS, LayerKind, ModelSpec, PassName
+from spipe.model import BLOCK_PARTS, LAYER_KINDS, LayerKind, ModelSpec, PassName
 from spipe.ops import PARTNER, Kind
 from spipe.plan import Plan
-from spipe.sim.cost import CostModel
+from spipe.sim.cost import LAUNCHES, CostModel
 from spipe.sim.fitting import Prior, nonnegative_fit
 from spipe.sim.measurements import Measurement, measurements
 from spipe.sim.simulation import simulate
@@ -21,6 +21,7 @@ _PASSES: tuple[tuple[Kind, PassName], ...] = (
     (Kind.RECOMPUTE, "recompute"),
     (Kind.BACKWARD, "backward"),
 )
+_BODY: tuple[LayerKind, ...] = ("block", *BLOCK_PARTS)
 _UNEXPLAINED = 1.05  # what is beyond this is worth a warning
 _ROUNDS, _SETTLED, _MOST_SETTLED, _SETTLING_RUNS = 3, 0.01, 2.0, 4
 _FIXED = (Kind.LOAD_TOKENS, Kind.STORE_STAGE_INPUT, Kind.LOAD_STAGE_INPUT, Kind.COMMIT, Kind.VALIDATE, Kind.BARRIER)
@@ -114,10 +115,11 @@ class Fit:
         """What the host needs to issue a pass of a layer: the bound for layers smaller than those of these runs."""
         found: dict[PassName, float] = {}
         for kind, name in _PASSES:
-            issued = [op for op in self.of_kind(kind) if op.issue_s > 0 and op.layer_counts["block"]]
+            issued = [op for op in self.of_kind(kind) if op.issue_s > 0 and any(map(op.layer_counts.get, _BODY))]
             if issued:
                 found[name] = median(
-                    min(op.issue_s, op.seconds.median) / (op.layer_counts["block"] + op.layer_counts["head"])
+                    min(op.issue_s, op.seconds.median)
+                    / sum(count * LAUNCHES.get(layer, 1.0) for layer, count in op.layer_counts.items())
                     for op in issued
                 )
                 self.note(f"issuing a layer's {name}", found[name], "s", issued)
@@ -156,14 +158,15 @@ class Fit:
         fixed = launch if self.hardware.device == "cpu" else 0.0
         priors = [Prior([0.0] * len(seen) + [1.0], fixed, max(launch, 1e-6))]
         for shape, layer in seen:
-            if layer != "block" and (shape, "block") in seen:
+            unit = next((kind for kind in _BODY if (shape, kind) in seen), layer)
+            if layer != unit:
                 mine = [op for op in ops if _shape(op.costs) == shape]
-                block = median(op.seconds.median / max(op.layer_counts["block"], 1) for op in mine)
-                ratio = self.shapes[shape].ratio_to_block(layer, name)
+                unit_s = median(op.seconds.median / max(op.layer_counts[unit], 1) for op in mine)
+                ratio = self.shapes[shape].ratio(layer, unit, name)
                 row = [0.0] * (len(seen) + 1)
                 row[seen.index((shape, layer))] = 1.0
-                row[seen.index((shape, "block"))] = -ratio
-                priors.append(Prior(row, 0.0, max(0.5 * ratio, 0.01) * block))
+                row[seen.index((shape, unit))] = -ratio
+                priors.append(Prior(row, 0.0, max(0.5 * ratio, 0.01) * unit_s))
         *found, overhead = nonnegative_fit(rows, [op.seconds.median for op in ops], priors, _spread(ops))
         self.set_overhead(kind, overhead + median(op.gap_s for op in ops), ops)
         return {key: float(value) for key, value in zip(seen, found, strict=True)}
@@ -173,8 +176,8 @@ class Fit:
         passes: tuple[tuple[PassName, PassName], ...] = (("forward", "recompute"), ("recompute", "forward"))
         for shape in self.shapes:
             for name, other in passes:
-                blocks = [seconds.get((shape, "block", x), (0.0, []))[0] for x in (name, other)]
-                ratio = blocks[0] / blocks[1] if all(blocks) else 1.0
+                pairs = [[seconds.get((shape, kind, x), (0.0, []))[0] for x in (name, other)] for kind in _BODY]
+                ratio = next((ours / theirs for ours, theirs in pairs if ours and theirs), 1.0)
                 for layer in LAYER_KINDS:
                     known = seconds.get((shape, layer, other))
                     if known and (shape, layer, name) not in seconds:
@@ -343,15 +346,15 @@ class Fit:
         for _, name in _PASSES:
             ratios = []
             for costs in self.shapes.values():
-                now_s = CostModel(**{**_parts(costs), "hardware": self.hardware}).layer_s("block", name)
+                now_s = CostModel(**{**_parts(costs), "hardware": self.hardware}).block_s(name)
                 before = CostModel(**{**_parts(costs), "hardware": self.start})
                 entry = self.start.find_measured(
                     costs.model, "block", name, costs.microbatch_size, costs.sequence, costs.precision
                 )
                 if now_s > 0 and entry is not None and entry.source == "profile":
-                    ratios.append(now_s / before.layer_s("block", name))
+                    ratios.append(now_s / before.block_s(name))
                 unmeasured = CostModel(**{**_parts(costs), "hardware": self.start.replace(measured=())})
-                if now_s > 0 and (guess_s := unmeasured.layer_s("block", name)) > 0:
+                if now_s > 0 and (guess_s := unmeasured.block_s(name)) > 0:
                     of_peak.append(now_s / guess_s)
             if ratios:
                 found[name] = median(ratios)

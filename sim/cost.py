@@ -11,7 +11,7 @@ from functools import cached_property
 
 from spipe.hardware import HardwareSpec, MeasuredLayer
 from spipe.layer_list import Model
-from spipe.model import LAYER_KINDS, PASS_FACTOR, ModelSpec, PassName
+from spipe.model import BLOCK_PARTS, PASS_FACTOR, ModelSpec, PassName
 from spipe.ops import COMPUTE, RECVS, Kind
 from spipe.plan import ELEMENT_BYTES, Plan
 
@@ -19,6 +19,8 @@ _OPTIMIZER_STATE_BYTES = 24  # read and written per parameter and step: fp32 mas
 _FUSED_HEAD_DIM = 256  # widest head of fused attention kernels; wider heads need the whole score matrix in memory
 _ACTIVATION_PASSES = 1  # how often what autograd saves is written and read in a pass, without fused kernels
 _SCORE_PASSES = 4  # scores written, read and written by the softmax, read by the product with the values
+LAUNCHES: dict[str, float] = {"embedding": 0.0, "attention": 0.7, "mlp": 0.3}
+"""Kernels of a layer kind in units of a block's; others have as many as a block."""
 
 
 @dataclass(frozen=True)
@@ -88,26 +90,55 @@ class CostModel:
 
     def layer_s(self, kind: str, pass_name: PassName) -> float:
         """Seconds of one pass of one layer for one microbatch, without the overhead of the op."""
-        return self._layer_seconds[kind, pass_name]
+        found = self._layer_seconds.get((kind, pass_name))
+        return self._least_s(kind, pass_name) if found is None else found
 
     @cached_property
     def _layer_seconds(self) -> dict[tuple[str, PassName], float]:
         kinds = dict.fromkeys(map(self.model.layer_kind, range(self.model.num_total_layers)))
-        return {
-            (kind, name): max(self._layer_s(kind, name), self._issue_s(kind, name))
-            for kind in kinds
-            for name in PASS_FACTOR
-        }
+        return {(kind, name): self._least_s(kind, name) for kind in kinds for name in PASS_FACTOR}
+
+    def _least_s(self, kind: str, pass_name: PassName) -> float:
+        return max(self._layer_s(kind, pass_name), self._issue_s(kind, pass_name))
 
     def _issue_s(self, kind: str, pass_name: PassName) -> float:
         """Least seconds of a pass of a layer, however few its operations: what the host needs to issue its kernels."""
-        return 0.0 if kind == "embedding" else self.hardware.accelerator.layer_issue_s.get(pass_name, 0.0)
+        return LAUNCHES.get(kind, 1.0) * self.hardware.accelerator.layer_issue_s.get(pass_name, 0.0)
 
     def _layer_s(self, kind: str, pass_name: PassName) -> float:
         hardware = self.hardware
         if hardware.unit_cost is not None:
             return hardware.unit_cost.layer_s(kind, pass_name)
-        threads = hardware.accelerator.compute_threads / self.compute_threads if hardware.device == "cpu" else 1.0
+        measured = self._measured_s(kind, pass_name)
+        if measured is None and kind in BLOCK_PARTS:
+            block = self._measured_s("block", pass_name)
+            if block is not None:
+                self._note(f"{kind} {pass_name}: a share of the measured block, by operations and bytes")
+                measured = block * self._share_of_block(kind, pass_name)
+        if measured is None and kind == "block":
+            parts = [self._measured_s(part, pass_name) for part in BLOCK_PARTS]
+            if None not in parts:
+                self._note(f"block {pass_name}: the sum of its measured parts")
+                measured = sum(part for part in parts if part is not None)
+        if measured is not None:
+            return measured
+        self._uncalibrated[f"{kind} {pass_name}"] = None
+        return self._roofline_s(kind, pass_name) * self._thread_factor
+
+    @property
+    def _thread_factor(self) -> float:
+        """By how much longer than with the threads of the measurements, and of the peak rates, a layer takes."""
+        if self.hardware.device != "cpu":
+            return 1.0
+        return self.hardware.accelerator.compute_threads / self.compute_threads
+
+    def _share_of_block(self, part: str, pass_name: PassName) -> float:
+        whole_s = math.fsum(self._roofline_s(each, pass_name) for each in BLOCK_PARTS)
+        return self._roofline_s(part, pass_name) / whole_s
+
+    def _measured_s(self, kind: str, pass_name: PassName) -> float | None:
+        """From a measurement of this layer with this microbatch, or with another one."""
+        hardware, threads = self.hardware, self._thread_factor
         exact = hardware.find_measured(self.model, kind, pass_name, self.microbatch_size, self.sequence, self.precision)
         if exact is not None:
             if threads != 1.0:
@@ -123,8 +154,7 @@ class CostModel:
                 f"scaled to {self.microbatch_size} x {self.sequence}"
             )
             return near.seconds * self._roofline_s(kind, pass_name) / self._roofline_s(kind, pass_name, near) * threads
-        self._uncalibrated[f"{kind} {pass_name}"] = None
-        return self._roofline_s(kind, pass_name) * threads
+        return None
 
     def measured_entries(self) -> list[MeasuredLayer]:
         """The measurements that the layers' times rest on."""
@@ -133,7 +163,7 @@ class CostModel:
         found = [
             self.hardware.find_measured(self.model, kind, name, self.microbatch_size, self.sequence, self.precision)
             or self._nearest_measured(kind, name)
-            for kind in LAYER_KINDS
+            for kind in dict.fromkeys((*self.model.layer_kinds, "block"))
             for name in PASS_FACTOR
         ]
         return [entry for entry in found if entry is not None]
@@ -172,27 +202,32 @@ class CostModel:
         else:
             activations = self.model.layer_activation_bytes(kind, size, sequence, self.element_bytes)
             moved = parameters * self.element_bytes + _ACTIVATION_PASSES * activations
-            if kind == "block" and not fused:
+            if kind in ("block", "attention") and not fused:
                 moved += _SCORE_PASSES * size * self.model.num_heads * sequence**2 * self.element_bytes
             num_bytes = moved if pass_name != "backward" else 2 * (moved + parameters * self.gradient_element_bytes)
         return flops / rate + num_bytes / accelerator.memory_bandwidth_bytes_per_s
 
-    def roofline_ratio(self, kind: str, pass_name: PassName) -> float:
-        """Time of a layer in units of a block's, by peak rates; 0 where those are unlimited."""
-        block = self._roofline_s("block", pass_name)
-        return self._roofline_s(kind, pass_name) / block if block > 0 else 0.0
+    def roofline_ratio(self, kind: str, unit: str, pass_name: PassName) -> float:
+        """Time of a layer in units of that of another kind, by peak rates; 0 where those are unlimited."""
+        unit_s = self._roofline_s(unit, pass_name)
+        return self._roofline_s(kind, pass_name) / unit_s if unit_s > 0 else 0.0
 
-    def ratio_to_block(self, kind: str, pass_name: PassName) -> float:
-        """Time of a layer in units of a block's: as measured where both were, else by peak rates."""
+    def ratio(self, kind: str, unit: str, pass_name: PassName) -> float:
+        """Time of a layer in units of that of another kind: as measured where both were, else by peak rates."""
         found = [
             self.hardware.find_measured(
                 self.model, each, pass_name, self.microbatch_size, self.sequence, self.precision
             )
-            for each in (kind, "block")
+            for each in (kind, unit)
         ]
-        if all(found) and self.layer_s("block", pass_name) > 0:
-            return self.layer_s(kind, pass_name) / self.layer_s("block", pass_name)
-        return self.roofline_ratio(kind, pass_name)
+        if all(found) and self.layer_s(unit, pass_name) > 0:
+            return self.layer_s(kind, pass_name) / self.layer_s(unit, pass_name)
+        return self.roofline_ratio(kind, unit, pass_name)
+
+    def block_s(self, pass_name: PassName) -> float:
+        """Seconds of one pass of a whole block."""
+        assert isinstance(self.model, ModelSpec)
+        return math.fsum(self.layer_s(kind, pass_name) for kind in self.model.layer_kinds[1:-1])
 
     def stage_s(self, layers: range, pass_name: PassName) -> float:
         """Seconds of one pass of a stage for one microbatch, without the overhead of the op."""
@@ -208,7 +243,7 @@ class CostModel:
         """As many operations as the forward has outside attention scores, which have no weights."""
         if kind == "embedding":
             return 1.0
-        if kind == "head" or self.hardware.unit_cost is not None or not self.model.attention_size:
+        if kind in ("head", "mlp") or self.hardware.unit_cost is not None or not self.model.attention_size:
             return 0.5
         scores = 4.0 * self.tokens * self.sequence * self.model.attention_size / 2  # causal
         return 0.5 * (

@@ -123,7 +123,8 @@ class Cpu(Spec):
 
 
 class UnitCost(Spec):
-    """An idealised device for checks against closed formulas: every block costs the same, whatever its size.
+    """An idealised device for checks against closed formulas: every block costs the same, whatever its size, and each
+    part of a split one half of it.
 
     Embedding, head and optimizer take no time.
     """
@@ -135,10 +136,9 @@ class UnitCost(Spec):
 
     def layer_s(self, kind: str, pass_name: PassName) -> float:
         """Seconds of one pass of one layer for one microbatch."""
-        if kind != "block":
-            return 0.0
+        share = {"block": 1.0, "attention": 0.5, "mlp": 0.5}.get(kind, 0.0)
         factors = {"forward": 1.0, "recompute": self.recompute_factor, "backward": self.backward_factor}
-        return self.unit_block_s * factors[pass_name]
+        return share * self.unit_block_s * factors[pass_name]
 
 
 class Price(Spec):
@@ -199,13 +199,13 @@ class MeasuredLayer(Spec):
     @staticmethod
     def shape_of(model: ModelSpec, kind: str) -> dict[str, int]:
         """The shape fields that matter for a layer of ``model``, the others 0."""
-        block = kind == "block"
+        attends, feeds = kind in ("block", "attention"), kind in ("block", "mlp")
         return {
             "hidden_size": model.hidden_size,
-            "ffn_size": model.ffn_size if block else 0,
-            "num_heads": model.num_heads if block else 0,
-            "num_kv_heads": model.num_kv_heads if block else 0,
-            "vocab_size": 0 if block else model.vocab_size,
+            "ffn_size": model.ffn_size if feeds else 0,
+            "num_heads": model.num_heads if attends else 0,
+            "num_kv_heads": model.num_kv_heads if attends else 0,
+            "vocab_size": 0 if attends or feeds else model.vocab_size,
         }
 
 

@@ -1,13 +1,15 @@
 """Model specs: the shapes, parameters, operations and bytes of a LLaMA-like model, layer by layer.
 
-A model is a list of layers: the embedding, ``num_layers`` transformer blocks, the head (final norm and LM head).
+A model is a list of layers: the embedding, ``num_layers`` transformer blocks, the head (final norm and LM head). With
+``split_blocks`` a block is two layers, attention and feed-forward (mlp), so that stages can be cut between them.
 Legend: b sequences of s tokens, T = b·s, h hidden size, f FFN size, a = heads·head_dim, k = kv_heads·head_dim,
 V vocabulary, e bytes per element.
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -15,13 +17,14 @@ from spipe.errors import SpipeError, unknown
 from spipe.tensors import TensorSpec
 from spipe.units import Positive, Spec, read_table
 
-LayerKind = Literal["embedding", "block", "head"]
+LayerKind = Literal["embedding", "block", "attention", "mlp", "head"]
 PassName = Literal["forward", "recompute", "backward"]
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 MAX_LOGITS = 2**27
 """Logits that may exist at a time: half a GiB of them in fp32."""
-LAYER_KINDS: tuple[LayerKind, ...] = ("embedding", "block", "head")
+LAYER_KINDS: tuple[LayerKind, ...] = ("embedding", "block", "attention", "mlp", "head")
+BLOCK_PARTS: tuple[LayerKind, ...] = ("attention", "mlp")
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 # Operations of a pass in units of the forward pass.
 PASS_FACTOR: dict[PassName, int] = {"forward": 1, "recompute": 1, "backward": 2}
@@ -58,6 +61,8 @@ class ModelSpec(Spec):
     rope_scaling: dict[str, JsonValue] | None = None
     """Hugging Face's ``rope_scaling``, kept as it is."""
     family: Family = "llama"
+    split_blocks: bool = False
+    """Attention and feed-forward of a block are layers of their own. The same model, parameters and results."""
 
     @model_validator(mode="before")
     @classmethod
@@ -90,8 +95,18 @@ class ModelSpec(Spec):
 
     @property
     def num_total_layers(self) -> int:
-        """Embedding, blocks and head."""
-        return self.num_layers + 2
+        """Embedding, blocks (or their parts) and head."""
+        return len(self._kinds)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kinds of layers that this model has, from the bottom up."""
+        return tuple(dict.fromkeys(self._kinds))
+
+    @cached_property
+    def _kinds(self) -> tuple[LayerKind, ...]:
+        block: tuple[LayerKind, ...] = BLOCK_PARTS if self.split_blocks else ("block",)
+        return "embedding", *block * self.num_layers, "head"
 
     @property
     def attention_size(self) -> int:
@@ -107,21 +122,40 @@ class ModelSpec(Spec):
         """Kind of layer 0 .. ``num_total_layers`` - 1."""
         if not 0 <= layer < self.num_total_layers:
             raise SpipeError(f"layer {layer} of {self.name}: should be 0 to {self.num_total_layers - 1}")
-        if layer == 0:
-            return "embedding"
-        return "head" if layer == self.num_total_layers - 1 else "block"
+        return self._kinds[layer]
+
+    def whole_layer(self, layer: int) -> int:
+        """The number that a layer, or the block it is part of, has where blocks are not split: 0 is the embedding."""
+        parts = len(BLOCK_PARTS) if self.split_blocks else 1
+        return -(-layer // parts) if layer < self.num_total_layers - 1 else self.num_layers + 1
 
     # Parameters
 
     def parameter_shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         """Name (as in Hugging Face, inside the layer) -> shape, in the order of the parameter store."""
+        if kind not in LAYER_KINDS:
+            raise unknown("layer kind", kind, LAYER_KINDS)
+        return dict(self._shapes[kind])
+
+    @cached_property
+    def _shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        shapes: dict[str, dict[str, tuple[int, ...]]]
+        shapes = {kind: self._shapes_of(kind) for kind in LAYER_KINDS if kind != "block"}
+        return {**shapes, "block": {name: shape for part in BLOCK_PARTS for name, shape in shapes[part].items()}}
+
+    def _shapes_of(self, kind: str) -> dict[str, tuple[int, ...]]:
         h, f, a, k, v = self.hidden_size, self.ffn_size, self.attention_size, self.kv_size, self.vocab_size
         if kind == "embedding":
             return {"weight": (v, h)}
         if kind == "head":
             return {"norm.weight": (h,), "lm_head.weight": (v, h)}
-        if kind != "block":
-            raise unknown("layer kind", kind, LAYER_KINDS)
+        if kind == "mlp":
+            return {
+                "post_attention_layernorm.weight": (h,),
+                "mlp.gate_proj.weight": (f, h),
+                "mlp.up_proj.weight": (f, h),
+                "mlp.down_proj.weight": (h, f),
+            }
         shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (h,)}
         for projection, rows in (("q_proj", a), ("k_proj", k), ("v_proj", k)):
             shapes[f"self_attn.{projection}.weight"] = (rows, h)
@@ -130,13 +164,7 @@ class ModelSpec(Spec):
         if self.qk_norm:
             shapes["self_attn.q_norm.weight"] = (self.head_dim,)
             shapes["self_attn.k_norm.weight"] = (self.head_dim,)
-        return shapes | {
-            "self_attn.o_proj.weight": (h, a),
-            "post_attention_layernorm.weight": (h,),
-            "mlp.gate_proj.weight": (f, h),
-            "mlp.up_proj.weight": (f, h),
-            "mlp.down_proj.weight": (h, f),
-        }
+        return shapes | {"self_attn.o_proj.weight": (h, a)}
 
     def frozen_parameters(self, kind: str) -> frozenset[str]:
         """Names of parameters that are not trained: none."""
@@ -177,19 +205,19 @@ class ModelSpec(Spec):
     def layer_forward_flops(self, kind: str, num_sequences: int, sequence: int, *, causal: bool = False) -> float:
         """Operations of one layer's forward pass over b = ``num_sequences`` sequences of s = ``sequence`` tokens.
 
-        Block: 2T(2ha + 2hk + 3hf) + 4Tsa; head: 2ThV; embedding: 0. The second term counts the full score matrix, as
-        the published TFLOP/s do; ``causal`` halves it, which is what a causal attention kernel does.
+        Attention: 2T(2ha + 2hk) + 4Tsa; mlp: 6Thf; block: both; head: 2ThV; embedding: 0. The term with s counts the
+        full score matrix, as the published TFLOP/s do; ``causal`` halves it, which is what a causal attention kernel
+        does.
         """
         tokens, h = num_sequences * sequence, self.hidden_size
         if kind == "embedding":
             return 0.0
         if kind == "head":
             return 2.0 * tokens * h * self.vocab_size
-        if kind != "block":
-            raise unknown("layer kind", kind, LAYER_KINDS)
-        products = 2.0 * tokens * h * (2 * self.attention_size + 2 * self.kv_size + 3 * self.ffn_size)
-        scores = 4.0 * tokens * sequence * self.attention_size
-        return products + (scores / 2 if causal else scores)
+        attention = 2.0 * tokens * h * (2 * self.attention_size + 2 * self.kv_size)
+        attention += (2.0 if causal else 4.0) * tokens * sequence * self.attention_size
+        mlp = 6.0 * tokens * h * self.ffn_size
+        return _of_block(kind, attention, mlp, attention + mlp)
 
     def layer_flops(
         self, kind: str, pass_name: PassName, num_sequences: int, sequence: int, *, causal: bool = False
@@ -228,10 +256,11 @@ class ModelSpec(Spec):
         """What autograd saves in one layer between recompute and backward, its output included and its input not
         (attention without a score matrix).
 
-        Block, in elements per token: the two normed inputs, the inner residual and the output 4h; queries and attention
-        output 2a; keys and values 2k (with q/k norms also their inputs, and the queries as attention reads them:
-        2a + k); gate, up, silu(gate) and the product 4f; and 4 bytes per head for the log-sum-exp (and for each q/k
-        norm). Head: normed input h and, in fp32, the log-softmax V; in chunks only the former. Embedding: token ids.
+        In elements per token: attention and mlp each the normed input and the output 2h. Attention: queries and output
+        2a; keys and values 2k (with q/k norms also their inputs, and the queries as attention reads them: 2a + k); and
+        4 bytes per head for the log-sum-exp (and for each q/k norm). Mlp: gate, up, silu(gate) and the product 4f.
+        Block: both. Head: normed input h and, in fp32, the log-softmax V; in chunks only the former. Embedding: token
+        ids.
         """
         tokens, h = num_sequences * sequence, self.hidden_size
         if kind == "embedding":
@@ -239,20 +268,21 @@ class ModelSpec(Spec):
         if kind == "head":
             whole = self.loss_chunk_tokens(tokens) == tokens
             return tokens * (element_bytes * h + 4 * self.vocab_size * whole)
-        if kind != "block":
-            raise unknown("layer kind", kind, LAYER_KINDS)
-        attention = 2 * (self.attention_size + self.kv_size)
+        attention = 2 * (h + self.attention_size + self.kv_size)
         heads = self.num_heads
         if self.qk_norm:
             attention += 2 * self.attention_size + self.kv_size
             heads += self.num_heads + self.num_kv_heads
-        return tokens * (element_bytes * (4 * h + attention + 4 * self.ffn_size) + 4 * heads)
+        attention_bytes = tokens * (element_bytes * attention + 4 * heads)
+        mlp_bytes = tokens * element_bytes * (2 * h + 4 * self.ffn_size)
+        return _of_block(kind, attention_bytes, mlp_bytes, attention_bytes + mlp_bytes)
 
     def layer_backward_bytes(self, kind: str, num_sequences: int, sequence: int, element_bytes: int) -> int:
         """The largest temporaries of one layer's backward pass, beyond what autograd saved.
 
-        Block: the gradient of one product in the feed-forward, and that of another or of a weight. Head: two gradients
-        of the logits in fp32; in chunks one chunk of logits and their gradient, and the gradients of input and weight.
+        Attention and mlp: the gradient of one product, and that of another or of a weight; block: the larger of the
+        two. Head: two gradients of the logits in fp32; in chunks one chunk of logits and their gradient, and the
+        gradients of input and weight.
         """
         tokens, h = num_sequences * sequence, self.hidden_size
         if kind == "embedding":
@@ -262,31 +292,39 @@ class ModelSpec(Spec):
             if chunk == tokens:
                 return max(8 * tokens * self.vocab_size, element_bytes * tokens * self.vocab_size + weight)
             return tokens * h * element_bytes + weight + chunk * self.vocab_size * (4 + element_bytes)
-        if kind != "block":
-            raise unknown("layer kind", kind, LAYER_KINDS)
-        widest = max(self.ffn_size, self.attention_size)
-        return element_bytes * (tokens * widest + max(tokens * widest, widest * h))
+        width = _of_block(kind, self.attention_size, self.ffn_size, max(self.attention_size, self.ffn_size))
+        return element_bytes * (tokens * width + max(tokens * width, width * h))
 
     def layer_forward_activation_bytes(self, kind: str, num_sequences: int, sequence: int, element_bytes: int) -> int:
         """The largest temporaries of one layer's forward pass without autograd, its output included.
 
-        Block: residual and normed input 2h, and the larger of attention (queries, keys, values, output: 2a + 2k) and
-        feed-forward (gate, up, product: 3f). Head: normed input, logits, and in fp32 logits and log-softmax.
+        Attention and mlp: residual and normed input 2h, and queries, keys, values and output 2a + 2k, or gate, up and
+        product 3f; block: the larger of the two. Head: normed input, logits, and in fp32 logits and log-softmax.
         """
         tokens, h = num_sequences * sequence, self.hidden_size
         if kind == "embedding":
             return tokens * h * element_bytes
         if kind == "head":
             return tokens * h * element_bytes + self.loss_chunk_tokens(tokens) * self.vocab_size * (element_bytes + 8)
-        if kind != "block":
-            raise unknown("layer kind", kind, LAYER_KINDS)
-        return tokens * element_bytes * (2 * h + max(2 * (self.attention_size + self.kv_size), 3 * self.ffn_size))
+        attention, mlp = 2 * (self.attention_size + self.kv_size), 3 * self.ffn_size
+        return tokens * element_bytes * (2 * h + _of_block(kind, attention, mlp, max(attention, mlp)))
 
     def check_sequence(self, sequence: int) -> None:
         """Raises `SpipeError` if the model is not meant for sequences this long."""
         if sequence < 1 or (self.max_sequence is not None and sequence > self.max_sequence):
             limit = "or more" if self.max_sequence is None else f"to {self.max_sequence} (max_sequence)"
             raise SpipeError(f"sequence = {sequence}: {self.name} takes 1 {limit}")
+
+
+Amount = TypeVar("Amount", int, float)
+
+
+def _of_block(kind: str, attention: Amount, mlp: Amount, both: Amount) -> Amount:
+    """What a layer of a kind has of something that the parts of a block have."""
+    amounts = {"attention": attention, "mlp": mlp, "block": both}
+    if kind not in amounts:
+        raise unknown("layer kind", kind, LAYER_KINDS)
+    return amounts[kind]
 
 
 def _llama(name: str, layers: int, hidden: int, ffn: int, heads: int, vocab: int, **rest: Any) -> ModelSpec:

@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, get_args
 
@@ -141,8 +142,30 @@ class Spec(BaseModel):
         """A checked copy with some fields changed (``model_copy(update=...)`` does not check)."""
         return type(self)(**{**dict(self), **changes})
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        copied = super().model_copy(update=update, deep=deep)
+        _forget_derived(copied.__dict__)
+        return copied
+
+    def __getstate__(self) -> dict[Any, Any]:
+        state = super().__getstate__()
+        return {**state, "__dict__": _forget_derived(dict(state["__dict__"]))}
+
+    @cached_property
+    def _hash(self) -> int:
+        # Not of the JSON text: Ctrl-C in one of our serializers would come back as another error.
+        return hash(str(self.model_dump()))
+
     def __hash__(self) -> int:
-        return hash(self.model_dump_json())
+        return self._hash
+
+
+def _forget_derived(values: dict[str, Any]) -> dict[str, Any]:
+    """Without what a spec has worked out from its fields (cached properties): not true of a changed copy, and a hash
+    not in another process."""
+    for name in [name for name in values if name.startswith("_")]:
+        del values[name]
+    return values
 
 
 def units_of(field: str) -> tuple[Unit, ...]:

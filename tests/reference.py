@@ -67,7 +67,11 @@ class Reference:
         x = layers.embedding(uses[0], tokens[:, :-1].contiguous())
         for i, p in enumerate(uses[1:-1]):
             seed_generator(torch.device(self.device), draw_seed(plan.seed, step, microbatch, i + 1))
-            x = layers.block(p, x, plan.model, self.rotary, plan.dropout)
+            if self.kinds[i + 1] == "mlp":
+                x = layers.feed_forward(p, x, plan.model, plan.dropout)
+            else:
+                part = layers.block if self.kinds[i + 1] == "block" else layers.attention
+                x = part(p, x, plan.model, self.rotary, plan.dropout)
         return layers.head(uses[-1], x, tokens[:, 1:].contiguous(), plan.model, plan.z_loss)
 
     def gradients(self, step: int) -> dict[tuple[int, str], torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 
 from spipe import _native
 from spipe.hardware import MeasuredLayer
-from spipe.model import LAYER_KINDS, LayerKind, ModelSpec
+from spipe.model import LayerKind, ModelSpec
 from spipe.profile import Sample
 from spipe.runtime import layers as model_layers
 from spipe.runtime.profiling.repeat import repeat, synchronized
@@ -59,7 +59,7 @@ def layers(shape: Shape, device: str, threads: int, effort: float) -> list[Sampl
     model, size, sequence, dtype = shape
     torch.set_num_threads(threads)
     found = []
-    for kind in LAYER_KINDS:
+    for kind in dict.fromkeys((*model.layer_kinds, "block")):
         rounds = _rounds(_build(model, kind, size, sequence, dtype, device), device, threads, effort)
         about = {
             "layer_kind": kind, "microbatch_size": size, "sequence": sequence, "dtype": dtype,
@@ -90,9 +90,12 @@ def _build(model: ModelSpec, kind: LayerKind, size: int, sequence: int, dtype_na
     if kind == "head":
         one = torch.ones((), device=device)  # the loss of logits is fp32
         return _Layer(lambda x: model_layers.head(parameters, x, tokens, model), leaves, gradients, x, one)
-    rotary = model_layers.RotaryTable.build(model, sequence, dtype, torch.device(device))
     dy = random(size, sequence, model.hidden_size, std=1e-3)
-    return _Layer(lambda x: model_layers.block(parameters, x, model, rotary), leaves, gradients, x, dy)
+    if kind == "mlp":
+        return _Layer(lambda x: model_layers.feed_forward(parameters, x, model), leaves, gradients, x, dy)
+    rotary = model_layers.RotaryTable.build(model, sequence, dtype, torch.device(device))
+    part = model_layers.block if kind == "block" else model_layers.attention
+    return _Layer(lambda x: part(parameters, x, model, rotary), leaves, gradients, x, dy)
 
 
 def _rounds(layer: _Layer, device: str, threads: int, effort: float) -> list[tuple[float, float, float]]:

@@ -91,6 +91,9 @@ def search(
     cuts: Annotated[
         str, typer.Option(metavar="HOW", help="Stages: improve, balanced, or all ways to cut.")
     ] = "improve",
+    split_blocks: Annotated[
+        bool, typer.Option("--split-blocks", help="Cut inside blocks, too: between attention and feed-forward.")
+    ] = False,
     contention: Annotated[
         bool, typer.Option("--contention/--no-contention", help="Whether transfers and CPU work share what they use.")
     ] = True,
@@ -141,6 +144,8 @@ def search(
     if gradient_precision is not None:
         fields["gradient_precision"] = gradient_precision
     chosen_model, chosen_hardware = load_model(model), load_hardware(hardware)
+    if split_blocks:
+        chosen_model = chosen_model.replace(split_blocks=True)
 
     from spipe import sim
 

@@ -80,6 +80,16 @@ def test_cross_mapping_puts_both_ends_of_the_pipeline_on_one_host(command: Comma
     assert "6 ranks do not fill hosts of 4 by two" in refused.err
 
 
+def test_a_search_may_cut_inside_blocks(command: Command) -> None:
+    job = ["search", "--model", "tiny", "--hardware", "v100-ideal-host", "--global-batch", 8, "--sequence", 64]
+    shape = ["--ranks", 2, "--microbatch-size", 2, "--schedule", "spipe"]
+    small = [*shape, "--workers", 1, "--effort", 0.2, "--json", "-"]
+    whole, split = (json.loads(command(*job, *small, *more).out)["plan"] for more in ([], ["--split-blocks"]))
+    assert (whole["model"]["split_blocks"], split["model"]["split_blocks"]) == (False, True)
+    assert [plan["layout"]["backward"][-1]["stop"] for plan in (whole, split)] == [8, 14]
+    assert Plan.model_validate(split).model.num_parameters() == Plan.model_validate(whole).model.num_parameters()
+
+
 def test_search_then_simulate_then_trace(command: Command, tmp_path: Path) -> None:
     plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"
     searched = command(

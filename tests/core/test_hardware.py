@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import random
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from spipe.hardware import (
     UnitCost,
     load_hardware,
 )
-from spipe.model import load_model
+from spipe.model import ModelSpec, load_model
 from spipe.topology import Link, parse_node
 
 EXPECTED = (
@@ -432,3 +433,13 @@ def test_staged_data_moves_in_pieces() -> None:
 def test_pageable_memory_needs_its_rate() -> None:
     with pytest.raises(SpipeError, match="page_locked = false needs pageable_bytes_per_s"):
         load_hardware("v100x4").override({"cpu.page_locked": False})
+
+
+def test_a_spec_forgets_what_it_worked_out_when_it_is_changed_or_sent_away() -> None:
+    model = load_model("10b")
+    assert (hash(model), model.num_total_layers) == (hash(load_model("10b").replace()), 50)
+    shorter = model.model_copy(update={"num_layers": 3})
+    assert (shorter.num_total_layers, hash(shorter)) == (5, hash(model.replace(num_layers=3)))
+    assert "_hash" not in model.__getstate__()["__dict__"]
+    assert pickle.loads(pickle.dumps(model)) == model
+    assert dict(model).keys() == ModelSpec.model_fields.keys()

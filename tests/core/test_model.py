@@ -131,6 +131,31 @@ def test_parameters_of_a_block_come_in_a_fixed_order() -> None:
     ]
 
 
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_parts_of_split_blocks_add_up_to_blocks(model: ModelSpec) -> None:
+    split = model.replace(split_blocks=True)
+    assert split.num_parameters() == model.num_parameters()
+    assert split.model_flops_per_token(512, causal=True) == model.model_flops_per_token(512, causal=True)
+    assert len(split.layer_kinds) == len(model.layer_kinds) + 1
+    kinds = [split.layer_kind(layer) for layer in range(split.num_total_layers)]
+    assert kinds == ["embedding", *["attention", "mlp"] * model.num_layers, "head"]
+    whole = [split.whole_layer(layer) for layer in range(split.num_total_layers)]
+    numbers = [number for number in range(1, model.num_layers + 1) for _ in "ab"]
+    assert whole == [0, *numbers, model.num_layers + 1]
+    assert [model.whole_layer(layer) for layer in range(model.num_total_layers)] == list(range(model.num_total_layers))
+    shape = 2, 512, 2
+    attention, mlp = (model.parameter_shapes(part) for part in ("attention", "mlp"))
+    assert [*attention.items(), *mlp.items()] == list(model.parameter_shapes("block").items())
+    for combined, amount in (
+        (sum, lambda kind: model.layer_num_parameters(kind)),
+        (sum, lambda kind: model.layer_forward_flops(kind, 2, 512)),
+        (sum, lambda kind: model.layer_activation_bytes(kind, *shape)),
+        (max, lambda kind: model.layer_backward_bytes(kind, *shape)),
+        (max, lambda kind: model.layer_forward_activation_bytes(kind, *shape)),
+    ):
+        assert combined(amount(part) for part in ("attention", "mlp")) == amount("block") > 0
+
+
 def test_tied_embeddings_are_used_twice_and_counted_once() -> None:
     untied, tied = ModelSpec(**SMALL), ModelSpec(**SMALL, tied_embeddings=True)
     assert untied.tied_parameters() is None

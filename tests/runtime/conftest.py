@@ -55,11 +55,12 @@ def small_plan() -> Callable[..., Plan]:
         microbatches: int = 4,
         model: ModelSpec = SMALL,
         tied: bool = False,
+        split: bool = False,
         **fields: Any,
     ) -> Plan:
         fields = {"precision": "fp32", "sequence": 32, "microbatch_size": 2, **fields}
         return make_plan(
-            model.model_copy(update={"tied_embeddings": True}) if tied else model,
+            model.replace(tied_embeddings=tied or model.tied_embeddings, split_blocks=split or model.split_blocks),
             fields.pop("hardware", None) or load_hardware("laptop"),
             schedule=schedule,
             num_ranks=num_ranks,

@@ -41,6 +41,7 @@ CHAINS: list[list[dict[str, Any]]] = [
         {"num_ranks": 2, "schedule": "gpipe", "backward": 1, "options": {"optimizer": "sync", "bucket_layers": 0}},
         {"num_ranks": 2, "options": {"device_layers": 6}},
     ],
+    [{"num_ranks": 1}, {"num_ranks": 2, "split": True, "backward": 5}, {"num_ranks": 2, "backward": 3}],
 ]
 
 
@@ -49,7 +50,7 @@ def state_of(result: RunResult) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize("chain", CHAINS, ids=["grow", "shrink", "held"])
+@pytest.mark.parametrize("chain", CHAINS, ids=["grow", "shrink", "held", "split"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_ten_steps_are_four_and_three_and_three(
     run_plan: RunPlan, small_plan: SmallPlan, tmp_path: Path, chain: list[dict[str, Any]], tied: bool

@@ -105,6 +105,21 @@ def test_layouts_of_ones_own(
     assert_equal(plan, run_plan(plan, STEPS))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_cuts_inside_blocks_change_no_bit(
+    run_plan: Callable[..., RunResult], small_plan: Callable[..., Plan], precision: str, tied: bool
+) -> None:
+    whole = small_plan(1, "spipe", 1, 1, 4, precision=precision, tied=tied)
+    forward = (Stage(0, 2, 0), Stage(2, 10, 1))  # the first ends behind an attention
+    backward = (Stage(0, 4, 1), Stage(4, 5, 0), Stage(5, 9, 1), Stage(9, 14, 0))
+    layout = Layout(14, 2, forward, backward)
+    plan = small_plan(2, layout=layout, microbatches=4, precision=precision, tied=tied, split=True)
+    result = run_plan(plan, STEPS)
+    assert_equal(plan, result)
+    assert result.losses == reference_of(whole).losses
+
+
 OPTIONS = [
     {"barrier": True, "step_order": "arrival"},
     {"step_order": "arrival"},

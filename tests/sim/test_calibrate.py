@@ -71,6 +71,24 @@ def test_recovers_layers_links_and_optimizer_of_a_gpu_host() -> None:
     assert found.provenance["cpu.adam_parameters_per_s"] == "fitted"
 
 
+def test_recovers_the_parts_of_split_blocks_and_what_follows_for_whole_ones() -> None:
+    truth = slower_gpu_host()
+    whole = gpu_plan()
+    split = make_plan(
+        whole.model.replace(split_blocks=True), GPU, forward_stages=3, backward_stages=7, global_batch=8,
+        microbatch_size=1, sequence=1024,
+    )  # fmt: skip
+    found = calibrate(runs([split], truth)).hardware
+    for name in ("forward", "recompute", "backward"):
+        true, fitted = CostModel.of(split, truth), CostModel.of(split, found)
+        for kind in ("attention", "mlp"):
+            assert fitted.layer_s(kind, name) == pytest.approx(true.layer_s(kind, name), rel=0.02)
+        assert CostModel.of(whole, found).block_s(name) == pytest.approx(true.block_s(name), rel=0.02)
+    assert simulate(whole, hardware=found).step_s == pytest.approx(simulate(whole, hardware=truth).step_s, rel=0.02)
+    both = calibrate(runs([split, whole], truth)).hardware
+    assert CostModel.of(whole, both).block_s("backward") == pytest.approx(true.block_s("backward"), rel=0.02)
+
+
 def test_predicts_plans_it_has_not_seen() -> None:
     truth = slower_gpu_host()
     found = calibrate(runs([gpu_plan(), gpu_plan(schedule="1f1b", backward_stages=2)], truth)).hardware

@@ -3,7 +3,7 @@
 import pytest
 
 from spipe.hardware import HardwareSpec, MeasuredLayer, load_hardware
-from spipe.model import ModelSpec, load_model
+from spipe.model import ModelSpec, PassName, load_model
 from spipe.ops import Kind
 from spipe.plan import make_plan
 from spipe.sim.cost import CostModel
@@ -58,6 +58,39 @@ def test_a_stage_is_the_sum_of_its_layers() -> None:
     costs = cost_model()
     expected = costs.layer_s("embedding", "forward") + 2 * costs.layer_s("block", "forward")
     assert costs.stage_s(range(3), "forward") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("hardware", ["h200x1", "laptop", "ideal"])
+@pytest.mark.parametrize("pass_name", ["forward", "recompute", "backward"])
+def test_parts_of_a_split_block_take_as_long_as_the_block(hardware: str, pass_name: PassName) -> None:
+    spec = load_hardware(hardware)
+    costs, split = cost_model(spec), cost_model(spec, MODEL.replace(split_blocks=True))
+    parts = [split.layer_s(part, pass_name) for part in ("attention", "mlp")]
+    assert min(parts) > 0
+    assert sum(parts) == pytest.approx(costs.layer_s("block", pass_name), rel=1e-12)
+    assert split.layer_costs()[0] == costs.layer_costs()[0]
+
+
+def test_a_measured_block_is_shared_out_and_measured_parts_add_up() -> None:
+    block = H200.replace(measured=(measured(0.123),))
+    split = cost_model(block, MODEL.replace(split_blocks=True))
+    attention, mlp = (split.layer_s(part, "forward") for part in ("attention", "mlp"))
+    assert attention + mlp == pytest.approx(0.123)
+    assert mlp > attention  # of the operations of this model
+    assert any("a share of the measured block" in note for note in split.notes)
+    entries = tuple(
+        measured(0.1).replace(layer_kind=part, **MeasuredLayer.shape_of(MODEL, part)) for part in ("attention", "mlp")
+    )
+    whole = cost_model(H200.replace(measured=entries))
+    assert whole.layer_s("block", "forward") == pytest.approx(0.2)
+    assert any("the sum of its measured parts" in note for note in whole.notes)
+    assert cost_model(H200.replace(measured=entries), split.model).layer_s("mlp", "forward") == 0.1
+
+
+def test_what_issuing_takes_bounds_parts_as_it_does_blocks() -> None:
+    slow = H200.replace(accelerator=H200.accelerator.replace(layer_issue_s={"forward": 1.0}))
+    split = cost_model(slow, MODEL.replace(split_blocks=True))
+    assert sum(split.layer_s(part, "forward") for part in ("attention", "mlp")) == pytest.approx(1.0)
 
 
 def test_ideal_costs_are_exact_constants() -> None:

@@ -26,15 +26,17 @@ FIXED = {
 def instances(draw: st.DrawFn) -> dict[str, Any]:
     num_ranks = draw(st.integers(1, 3))
     blocks = draw(st.integers(max(2, 2 * num_ranks - 2), 5))
+    split = draw(st.booleans())
     model = ModelSpec(
         name="few",
-        num_layers=blocks,
+        num_layers=blocks // 2 if split else blocks,
+        split_blocks=split,
         hidden_size=draw(st.sampled_from([64, 256, 512])),
         ffn_size=draw(st.sampled_from([128, 1024])),
         num_heads=4,
         vocab_size=draw(st.sampled_from([256, 4000, 32000])),
     )
-    most = (blocks + 2) // num_ranks
+    most = model.num_total_layers // num_ranks
     return {
         "model": model,
         "hardware": load_hardware(draw(st.sampled_from(["h200x4", "rtx3090x4", "v100x4", "laptop"]))),

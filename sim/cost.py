@@ -295,9 +295,16 @@ class CostModel:
 
     @property
     def adam_rate(self) -> float:
-        """Parameters per second of one rank's optimizer while nothing else runs."""
+        """Parameters per second of one rank's optimizer while nothing else runs.
+
+        That of all cores is never above what the hosts' memory gives: a faster one would only take what copies need.
+        """
         cpu = self.hardware.cpu
-        return cpu.adam_parameters_per_s * min(1.0, self.adam_threads / cpu.cores)
+        share = self.adam_threads / cpu.cores
+        if not self.optimizer_threads:
+            share = max(share, 1 / self.ranks_per_host)  # cores that do not divide are not lost
+        limit = cpu.memory_bandwidth_bytes_per_s / self.adam_bytes
+        return min(cpu.adam_parameters_per_s, limit) * min(1.0, share)
 
     # ------------------------------------------------------------------ ops
 

@@ -1,6 +1,7 @@
 """Explain: what limits a plan, the critical path in words, and what one better part would buy."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -19,6 +20,7 @@ _WORDS = {
     Kind.OFFLOAD_GRAD: "gradients to the host",
     Kind.STEP: "optimizer",
 }
+_SHOWN = 8  # places of the critical path
 _GAIN = 0.001  # part of the step; less is none
 _RESOURCES = {
     "compute": "the accelerators' compute",
@@ -72,11 +74,22 @@ class Explanation:
         yield "the critical path of a step is " + ", ".join(
             f"{100 * seconds / total:.0f} % {_RESOURCES[name]}" for name, seconds in parts if seconds > 0.005 * total
         )
-        longest = sorted(self.path, key=lambda segment: -segment.seconds)[:8]
-        for segment in (segment for segment in self.path if segment in longest):
-            ranks = f"rank{'s' if len(segment.ranks) > 1 else ''} {', '.join(map(str, segment.ranks))}"
-            ops = f"{segment.num_ops} op{'s' if segment.num_ops > 1 else ''}"
-            yield f"  {segment.what} on {ranks}: {ops}, {segment.seconds:.4g} s"
+        seconds_of: dict[tuple[str, tuple[int, ...]], list[float]] = {}
+        num_ops: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        for segment in self.path:
+            seconds_of.setdefault((segment.what, segment.ranks), []).append(segment.seconds)
+            num_ops[segment.what, segment.ranks] += segment.num_ops
+        longest = sorted(seconds_of, key=lambda where: -math.fsum(seconds_of[where]))[:_SHOWN]
+        for where in (where for where in seconds_of if where in longest):  # in the order of their first
+            what, numbers = where
+            ranks = f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+            ops = f"{num_ops[where]} op{'s' if num_ops[where] > 1 else ''}"
+            times = f" in {len(seconds_of[where])} parts" if len(seconds_of[where]) > 1 else ""
+            yield f"  {what} on {ranks}: {ops}{times}, {math.fsum(seconds_of[where]):.4g} s"
+        rest = [where for where in seconds_of if where not in longest]
+        if rest:
+            rest_s = math.fsum(seconds for where in rest for seconds in seconds_of[where])
+            yield f"  and {sum(num_ops[where] for where in rest)} other ops, {rest_s:.4g} s"
         for change in self.changes:
             verb = f"{100 * change['gain']:.1f} % less" if change["gain"] >= _GAIN else "no gain"
             yield f"{change['change']}: {change['step_s']:.4g} s a step, {verb}"
@@ -159,7 +172,8 @@ def better(hardware: HardwareSpec) -> Iterator[tuple[str, tuple[str, ...], Hardw
 def _segments(simulation: Simulation) -> Iterator[Segment]:
     program = simulation.program
     steps = [(i, seconds) for i, seconds in _critical_ops(simulation) if seconds > 0]
-    for what, group in groupby(steps, key=lambda step: _what(program.kind[step[0]])):
+    recomputes = program.options.recompute != "never"
+    for what, group in groupby(steps, key=lambda step: _what(program.kind[step[0]], recomputes)):
         members = list(group)
         ranks = tuple(dict.fromkeys(program.rank[i] for i, _ in members))
         resource = _resource(program.kind[members[0][0]])
@@ -218,9 +232,11 @@ def _before_in_lane(simulation: Simulation) -> dict[int, int]:
     return {k: before for queue in queues for before, k in pairwise(queue)}
 
 
-def _what(kind: int) -> str:
+def _what(kind: int, recomputes: bool) -> str:
     if kind in SENDS or kind in RECVS:
         return "message"
+    if not recomputes and kind in (Kind.RECOMPUTE, Kind.BACKWARD):  # the first is the top stage's only forward
+        return "forward" if kind == Kind.RECOMPUTE else "backward"
     return _WORDS.get(Kind(kind), Kind(kind).name.lower().replace("_", " "))
 
 

@@ -140,6 +140,15 @@ FITTED_TO = {
 """What the constants of the built-in clusters were fitted to."""
 
 
+def was_fitted_to(run: Run, hardware: HardwareSpec) -> bool:
+    """Whether constants of a hardware may come from a run: a built-in cluster with the same accelerators was fitted to
+    its row."""
+    builtin = BUILTIN_CLUSTERS.get(run.cluster, run.cluster)
+    if run not in FITTED_TO.get(builtin, Selection.parse("none")):
+        return False
+    return load_hardware(builtin).accelerator.name == hardware.accelerator.name
+
+
 def cluster_hardware(cluster: str) -> HardwareSpec:
     """The built-in hardware of a cluster's name in a table."""
     name = BUILTIN_CLUSTERS.get(cluster, cluster)
@@ -168,6 +177,11 @@ def _rows(path: Path, lines: list[str]) -> Iterator[Run]:
     reader = csv.reader(lines)
     header = [cell.strip() for cell in next(reader, [])]
     missing = [column for column in COLUMNS if column not in header]
+    twice = sorted({column for column in header if column and header.count(column) > 1})
+    if twice:
+        raise SpipeError(f"{path}: the header has {', '.join(twice)} more than once; leave one column of each")
+    if missing and len(header) == 1 and ";" in header[0]:
+        raise SpipeError(f"{path}: the cells are divided by semicolons; divide them by commas")
     if missing:
         raise SpipeError(
             f"{path}: the header lacks {', '.join(missing)}; found {', '.join(filter(None, header)) or 'nothing'} "
@@ -192,7 +206,8 @@ def _run(where: str, line: int, figure: str, row: dict[str, str]) -> Run:
         try:
             value = float(row[column])
         except ValueError:
-            raise SpipeError(f"{where}: {column} = {row[column]!r} is not a number") from None
+            also = ", nor text that ends in OOM" if column == "elapsed_time_ms" else ""
+            raise SpipeError(f"{where}: {column} = {row[column]!r} is not a number{also}") from None
         if not (math.isfinite(value) and value > 0):
             raise SpipeError(f"{where}: {column} = {row[column]} should be more than 0 and finite")
         return value

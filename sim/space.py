@@ -133,7 +133,7 @@ class Space:
             layout = layout.cross_mapped(self.job.hardware.ranks_per_host)
         count = self.global_batch // size
         system = get_schedule(schedule)
-        options = dict(system.published) if system.simulated_only else {}
+        options = dict(system.essential)
         unbounded = Candidate(
             schedule, num_ranks, forward, backward, size, count, layout, 0.0, options, compute_threads=threads
         )
@@ -183,11 +183,11 @@ class Space:
         return min(bounds)
 
     def _values_of(self, name: str) -> list[Any]:
-        """What an option is in this search: what was fixed, else what simulated systems set it to."""
+        """What an option is in this search: what was fixed, else what systems cannot do without."""
         if name in self.job.options:
             return [self.job.options[name]]
         systems = [get_schedule(schedule) for schedule in self.schedules]
-        return [system.published.get(name) for system in systems if system.simulated_only]
+        return [system.essential.get(name) for system in systems if system.essential]
 
 
 def _relative(seconds: Sequence[float]) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from spipe.hardware import HardwareSpec
 from spipe.layout import Stage
 from spipe.memory import layer_bytes, memory
 from spipe.plan import ELEMENT_BYTES, Plan
-from spipe.sim.published import FITTED_TO, NAMES, Run, Selection, cluster_hardware, read_runs
+from spipe.sim.published import NAMES, Run, Selection, cluster_hardware, read_runs, was_fitted_to
 from spipe.sim.refit import Refit, refit
 from spipe.sim.simulation import simulate
 from spipe.sim.zero3 import zero3
@@ -229,8 +229,9 @@ def validate(
         table: a file in the format of ``spipe.sim.published``, or its rows.
         hardware: only the rows of this cluster, on this hardware; None: all rows, on the built-in clusters.
         fit: rows such as ``figure=9,model=10|30``, to which each cluster's constants are fitted (``spipe.sim.refit``)
-            before anything is judged; ``none``: the hardware as it is, and all rows judge. None: the hardware as it is,
-            and the rows that the built-in clusters were fitted to judge nothing.
+            before anything is judged; ``none``: the hardware as it is, and all rows judge, for hardware that owes
+            nothing to the table. None: the hardware as it is, and the rows that a built-in cluster with the same
+            accelerators was fitted to judge nothing.
         progress: told what takes long.
 
     Raises:
@@ -261,11 +262,14 @@ def validate(
         if spec is None:
             skipped.append({"line": run.line, "reason": f"ran on {run.cluster}"})
             continue
-        selection = chosen or FITTED_TO.get(spec.name, Selection.parse("none"))
+        fits = was_fitted_to(run, spec) if chosen is None else run in chosen
         try:
-            rows.append(predict(run, spec, "fit" if run in selection else "judge"))
+            rows.append(predict(run, spec, "fit" if fits else "judge"))
         except SpipeError as error:
             skipped.append({"line": run.line, "reason": str(error)})
+    if not rows:
+        reasons = dict.fromkeys(str(row["reason"]) for row in skipped)
+        raise SpipeError(f"no row of the table can be simulated: {'; '.join(list(reasons)[:3])}")
     return Validation(rows, skipped, fitted)
 
 

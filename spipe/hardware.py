@@ -19,6 +19,7 @@ from spipe.layer_list import Model
 from spipe.model import LayerKind, ModelSpec, PassName
 from spipe.topology import Edge, Link, Place, Route, Text, Topology, topology
 from spipe.units import (
+    Flag,
     Fraction,
     NonNegative,
     Positive,
@@ -98,7 +99,7 @@ class Cpu(Spec):
     """Fixed cost of one optimizer op."""
     page_lock_bytes_per_s: Positive | None = None
     """Speed at which memory is page-locked, once at the start."""
-    page_locked: bool = True
+    page_locked: Flag = True
     """Whether accelerators copy from and to weights, gradients and activations in host memory directly. If not, a core
     copies every piece to or from a page-locked buffer first."""
     pageable_bytes_per_s: Positive | None = None
@@ -219,9 +220,9 @@ class HardwareSpec(Spec):
     """Where the numbers come from."""
     num_hosts: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1
     ranks_per_host: Annotated[int, Field(strict=True, ge=1, le=256)]
-    peer_to_peer: bool
+    peer_to_peer: Flag
     """Accelerators of a host copy to each other directly, not through host memory."""
-    gpu_direct_rdma: bool = False
+    gpu_direct_rdma: Flag = False
     """Network cards read and write accelerator memory directly; otherwise data bounces through host memory."""
     staging_piece_bytes: NonNegative = 0.0
     """Pieces in which data moves that is staged in host memory; 0: so fine that its hops overlap completely."""
@@ -245,6 +246,10 @@ class HardwareSpec(Spec):
     def _check(self) -> Self:
         if not self.links:
             raise ValueError("links = [] should have a link from gpu* towards memory at least")
+        ends = [frozenset((link.a, link.b)) for link in self.links]
+        for link, pair in zip(self.links, ends, strict=True):
+            if ends.count(pair) > 1:
+                raise ValueError(f"links has {link.a} - {link.b} more than once; give one link with all its bandwidth")
         if self.unit_cost is None:
             for path, value in _numbers(self):
                 if value == math.inf:
@@ -372,6 +377,8 @@ def load_hardware(name_or_path: str | Path) -> HardwareSpec:
         return _builtin(text)
     path = Path(name_or_path)
     if not path.is_file():
+        if path.is_dir():
+            raise SpipeError(f"hardware {text!r} is a folder; give a name or the path of a .toml file")
         if path.suffix in (".toml", ".json") or "/" in text:
             raise SpipeError(f"hardware {text!r}: there is no such file")
         raise unknown("hardware", text, HARDWARE_NAMES, "Or give a path to a .toml file.")

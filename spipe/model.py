@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from spipe.errors import SpipeError, unknown
 from spipe.tensors import TensorSpec
-from spipe.units import Positive, Spec, read_table
+from spipe.units import Flag, Positive, Spec, read_table
 
 LayerKind = Literal["embedding", "block", "attention", "mlp", "head"]
 PassName = Literal["forward", "recompute", "backward"]
@@ -48,20 +48,20 @@ class ModelSpec(Spec):
     head_dim: CountOrDefault = 0
     """Width of a head; left out (or 0): ``hidden_size / num_heads``."""
     vocab_size: Size
-    tied_embeddings: bool = False
+    tied_embeddings: Flag = False
     """Embedding and LM head are one parameter."""
     norm_epsilon: Positive = 1e-5
     rope_theta: Positive = 10000.0
-    attention_bias: bool = False
+    attention_bias: Flag = False
     """Biases on the query, key and value projections (Qwen2)."""
-    qk_norm: bool = False
+    qk_norm: Flag = False
     """RMS norm of every query and key head (Qwen3)."""
     max_sequence: Annotated[int, Field(strict=True, ge=1)] | None = None
     """Longest sequence the model is meant for; None: no limit."""
     rope_scaling: dict[str, JsonValue] | None = None
     """Hugging Face's ``rope_scaling``, kept as it is."""
     family: Family = "llama"
-    split_blocks: bool = False
+    split_blocks: Flag = False
     """Attention and feed-forward of a block are layers of their own. The same model, parameters and results."""
 
     @model_validator(mode="before")

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from spipe.errors import SpipeError
-from spipe.units import Spec
+from spipe.units import Flag, Spec
 
 
 class Options(Spec):
@@ -18,7 +18,7 @@ class Options(Spec):
     optimizer: Literal["async", "sync", "stale"] = "async"
     """``async``: a bucket steps as soon as its gradient is on the host; ``sync``: after every gradient is validated;
     ``stale``: as ``async``, but a step reads the weights as they were one step earlier, so that steps overlap."""
-    barrier: bool = False
+    barrier: Flag = False
     """Whether all ranks wait for all optimizer steps before the next training step starts (the published order)."""
     step_order: Literal["deadline", "arrival"] = "deadline"
     """``deadline``: of the gradients there, step the layers needed first in the next training step."""
@@ -29,7 +29,7 @@ class Options(Spec):
     are stepped there, once the verdict is known. Tied embedding and head stay on the host."""
     bucket_layers: int = Field(default=1, ge=0, le=65536)
     """Layers per FETCH, OFFLOAD_GRAD and STEP; 0 for whole stages."""
-    reuse_weights: bool = True
+    reuse_weights: Flag = True
     """Keep fetched weights as long as a later use is nearer than that of what would replace them."""
     weight_slots: int | None = Field(default=2, ge=1, le=65536)
     """Stages whose weights a GPU holds at a time; None for all it computes with: resident, fetched once a step."""

@@ -22,7 +22,7 @@ from spipe.lower import lower, require_size
 from spipe.options import Options
 from spipe.program import Program
 from spipe.schedules import SCHEDULES, get_schedule
-from spipe.units import NonNegative, Positive, Spec
+from spipe.units import Flag, NonNegative, Positive, Spec
 
 SCHEMA_VERSION = 1
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -176,9 +176,9 @@ class Plan(Spec):
     masks are a function of seed, step, microbatch and layer."""
     z_loss: NonNegative = 0.0
     """Coefficient of the squared log-sum-exp of the logits in the loss; built-in layers only."""
-    deterministic: bool = False
+    deterministic: Flag = False
     """Device ``cuda``: only kernels whose result does not change from run to run; slower."""
-    compile_layers: bool = False
+    compile_layers: Flag = False
     """Device ``cuda``: blocks go through ``torch.compile``, one graph for all; the first steps are slow."""
     predicted: dict[str, Finite] | None = None
     """Metrics of the simulation that chose this plan."""
@@ -367,7 +367,7 @@ def make_plan(
         layout = system.make_layout(ranks, costs, forward_stages, backward_stages, full_forward or published)
     if cross_mapping:
         layout = layout.cross_mapped(hardware.ranks_per_host)
-    chosen = Options(**{**(system.published if published else {}), **(options or {})})
+    chosen = Options(**{**(system.published if published else system.essential), **(options or {})})
     return Plan(
         model=model,
         hardware=hardware,

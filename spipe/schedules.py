@@ -6,8 +6,8 @@ entries ``"W"`` those make the gradients of the weights, and ``"B"`` only that o
 (communication, weights, gradients, optimizer) is added by ``spipe.lower``.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from spipe.errors import SpipeError, unknown
@@ -133,6 +133,7 @@ class Schedule:
         compute_order: one of the generators above.
         decoupled: forward and backward of a layer may run on different ranks, so F and B are free; otherwise B = F.
         published: options of ``spipe.lower.Options`` that reproduce the published system, overriding the defaults.
+        essential: those of them without which it would be another system; every plan starts from them.
         simulated_only: the runtime does not know its ops.
     """
 
@@ -142,6 +143,7 @@ class Schedule:
     compute_order: Callable[[Layout, int], ComputeOrder]
     decoupled: bool
     published: dict[str, object]
+    essential: Mapping[str, object] = field(default_factory=dict)
     simulated_only: bool = False
 
 
@@ -168,6 +170,7 @@ def _gpipe(num_ranks: int, costs: Sequence[float], forward: int, backward: int, 
 
 
 _SYNCHRONOUS: dict[str, object] = {"optimizer": "sync", "barrier": True, "recompute": "late", "bucket_layers": 0}
+_THROUGH_HOST: dict[str, object] = {"stage_input_route": "host", "message_route": "host"}
 _KEPT = _SYNCHRONOUS | {"recompute": "never", "weight_slots": None}
 
 SCHEDULES: dict[str, Schedule] = {
@@ -201,13 +204,9 @@ SCHEDULES: dict[str, Schedule] = {
             _round_robin,
             breadth_first,
             True,
-            {
-                "stage_input_route": "host",
-                "message_route": "host",
-                "optimizer": "sync",
-                "barrier": True,
-                "step_order": "arrival",
-            },
+            {**_THROUGH_HOST, "optimizer": "sync", "barrier": True, "step_order": "arrival"},
+            _THROUGH_HOST,
+            simulated_only=True,
         ),
         Schedule(
             "zb-h1",
@@ -215,6 +214,7 @@ SCHEDULES: dict[str, Schedule] = {
             _coupled,
             zero_bubble,
             False,
+            _KEPT,
             _KEPT,
             simulated_only=True,
         ),
@@ -224,6 +224,7 @@ SCHEDULES: dict[str, Schedule] = {
             _coupled,
             one_forward_one_backward,
             False,
+            _KEPT | {"stage_input_route": "host"},
             _KEPT | {"stage_input_route": "host"},
             simulated_only=True,
         ),

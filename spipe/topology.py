@@ -288,7 +288,17 @@ class Topology:
         return {node for node in self._hops if node.kind == "memory" and node.host == index}
 
     def _path(self, sources: set[Node], targets: set[Node]) -> list[_Hop] | None:
-        """The widest path, and among those one with the fewest hops; accelerators and memories only at its ends."""
+        """The widest path, and among those one with the fewest hops; accelerators and memories only at its ends.
+
+        Inside a host it stays there if it can, however wide the network is.
+        """
+        if len({node.host for node in sources | targets}) == 1:
+            inside = self._widest_path(sources, targets, avoid=NETWORK)
+            if inside is not None:
+                return inside
+        return self._widest_path(sources, targets)
+
+    def _widest_path(self, sources: set[Node], targets: set[Node], avoid: Node | None = None) -> list[_Hop] | None:
         widths = sorted({hop.bandwidth_bytes_per_s for hops in self._hops.values() for hop in hops}, reverse=True)
         for width in widths:
             reached: dict[Node, tuple[Node, _Hop] | None] = dict.fromkeys(sorted(sources))
@@ -300,7 +310,7 @@ class Topology:
                 if node.kind in ("gpu", "memory") and node not in sources:
                     continue
                 for hop in self._hops.get(node, []):
-                    if hop.bandwidth_bytes_per_s >= width and hop.target not in reached:
+                    if hop.bandwidth_bytes_per_s >= width and hop.target not in reached and hop.target != avoid:
                         reached[hop.target] = (node, hop)
                         queue.append(hop.target)
         return None

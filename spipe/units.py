@@ -61,12 +61,24 @@ _UNIT_WORD = re.compile(
 )
 
 
+_SMALLEST, _LARGEST = 1e-18, 1e24  # of a quantity: what is beyond is a slip, and breaks arithmetic later on
+
+
 def _real(value: object) -> object:
     """Numbers only: no booleans, no text except the JSON spelling of infinity."""
     if value == "inf":
         return math.inf
     if isinstance(value, bool | str):
         raise ValueError("should be a number")
+    if isinstance(value, int | float) and 0 < value < math.inf and not _SMALLEST <= value <= _LARGEST:
+        raise ValueError(f"should be {_SMALLEST:g} to {_LARGEST:g} in base units (seconds, bytes, operations)")
+    return value
+
+
+def _flag(value: object) -> object:
+    """``true`` or ``false`` only: no text that could be meant as either."""
+    if not isinstance(value, bool):
+        raise ValueError("should be true or false")
     return value
 
 
@@ -74,6 +86,7 @@ def _json_number(value: float) -> float | str:
     return "inf" if value == math.inf else value
 
 
+Flag = Annotated[bool, BeforeValidator(_flag)]
 Positive = Annotated[float, BeforeValidator(_real), Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, BeforeValidator(_real), Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, BeforeValidator(_real), Field(gt=0, le=1, allow_inf_nan=False)]

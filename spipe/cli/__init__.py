@@ -19,6 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _end(2, str(error))
     except KeyboardInterrupt:
         _end(130, "interrupted")
+    except MemoryError:
+        _end(2, "not enough memory for this; use fewer steps, fewer microbatches or a smaller model")
     except BrokenPipeError:
         _leave_stdout()  # nobody reads on: not an error of ours
         sys.exit(1)

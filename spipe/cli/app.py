@@ -9,6 +9,7 @@ import typer
 from spipe.cli import (
     buying,
     calibrating,
+    common,
     planning,
     plotting,
     profiling,
@@ -28,10 +29,13 @@ class CommandInterrupted(BaseException):
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*arguments: Any, **options: Any) -> None:
+        token = common.GIVEN.set(options)
         try:
             command(*arguments, **options)
         except KeyboardInterrupt:
             raise CommandInterrupted from None
+        finally:
+            common.GIVEN.reset(token)
 
     return run
 

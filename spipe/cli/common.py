@@ -8,7 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +30,8 @@ JsonFile = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for standard output, without the tables."),
 ]
+GIVEN: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyType({}))
+"""The arguments of the command that runs."""
 Force = Annotated[bool, typer.Option("--force", help="Overwrite outputs that exist.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json made by `spipe search`.")]
 HardwareOverride = Annotated[
@@ -137,6 +141,16 @@ def writing(path: Path) -> Iterator[None]:
         raise SpipeError(f"{path}: cannot write this file ({error.strerror or error}); give another name") from None
 
 
+def _require_no_input(output: Path) -> None:
+    """Raises SpipeError if a command would write over a file that it reads."""
+    if not output.is_file():
+        return
+    given = (value if isinstance(value, list | tuple) else [value] for value in GIVEN.get().values())
+    paths = [value for values in given for value in values if isinstance(value, str | Path) and os.path.exists(value)]
+    if sum(os.path.samefile(path, output) for path in paths) > 1:
+        raise SpipeError(f"{output} is what this command reads, and would be lost; give the output another name")
+
+
 class Output:
     """Where a command's result goes: tables to stdout, JSON to a file or instead of the tables to stdout.
 
@@ -155,6 +169,8 @@ class Output:
                 raise SpipeError(f"{path} is given for two outputs; give each a name of its own")
         for path in (*files, self.file):
             new_file(path, force)
+            if path is not None and path.suffix != ".toml":  # a better spec may take the place of the one it is made of
+                _require_no_input(path)
 
     def show(self, data: Mapping[str, Any], render: Callable[["Console"], None]) -> None:
         """Write ``data`` where JSON is wanted, and render tables unless stdout is taken."""

@@ -88,6 +88,8 @@ def show_validation(console: "Console", result: "Validation") -> None:
     for cluster, fitted in result.fitted.items():
         values = ", ".join(f"{name} {value:.4g} {fitted.units[name]}" for name, value in fitted.values.items())
         console.print(f"\n{cluster}, fitted to {fitted.num_rows} rows: {values}", soft_wrap=True)
+        if fitted.num_rows < 2 * len(fitted.values):
+            console.print(f"note: so few rows hardly decide {len(fitted.values)} constants", soft_wrap=True)
     order, oom = result.order_agreement, result.oom_agreement
     console.print(
         f"\norder of systems where they differ by more than 5 %: {order['num_agreeing']} of {order['num_pairs']} pairs"

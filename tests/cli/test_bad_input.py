@@ -195,6 +195,11 @@ def test_outputs_are_not_overwritten(refused: Refused, plan_file: Path, tmp_path
     ):
         assert "exists; give another name, or --force" in refused(*arguments)
     assert "is a folder" in refused("simulate", plan_file, "--trace", tmp_path)
+    for output in ("--trace", "--json"):
+        same = tmp_path / "same.json"
+        same.unlink(missing_ok=True)
+        same.symlink_to(plan_file)
+        assert "what this command reads, and would be lost" in refused("simulate", plan_file, output, same, "--force")
     assert plan_file.read_bytes() == before
 
 

@@ -247,3 +247,42 @@ def test_every_kind_of_op_is_priced() -> None:
         seconds[Kind(kind)] += cost
     free = {kind for kind, total in seconds.items() if total == 0}
     assert free == {Kind.FREE, Kind.COMMIT}
+
+
+@pytest.mark.parametrize("machine", ["a100x8", "rtx3090x4", "v100x4"])
+@pytest.mark.parametrize(("schedule", "forward", "backward"), [("mobius", 1, 1), ("zb-h1", 1, 1), ("spipe", 2, 6)])
+def test_a_faster_optimizer_is_not_slower(machine: str, schedule: str, forward: int, backward: int) -> None:
+    """With contention, too: what it takes of the host's memory it does not take from copies for nothing."""
+    steps = []
+    for factor in (0.5, 1, 2, 4, 16):
+        base = load_hardware(machine)
+        hardware = base.override({"cpu.adam_parameters_per_s": factor * base.cpu.adam_parameters_per_s})
+        plan = make_plan(
+            load_model("10b"), hardware, schedule=schedule, num_ranks=2, forward_stages=forward,
+            backward_stages=backward, global_batch=8, microbatch_size=1, sequence=512, precision="fp16",
+        )  # fmt: skip
+        steps.append(simulate(plan).step_s)
+    assert steps[0] > steps[2]
+    assert all(later <= earlier * 1.015 for earlier, later in pairwise(steps))
+
+
+def test_cores_that_do_not_divide_are_not_slower() -> None:
+    plan = make_plan(
+        load_model("10b"), load_hardware("v100x4"), schedule="mobius", forward_stages=1, backward_stages=1,
+        global_batch=8, microbatch_size=1, sequence=512, precision="fp16",
+    )  # fmt: skip
+    for cores in (33, 34, 35, 36, 38):
+        more = plan.hardware.override({"cpu.cores": cores})
+        assert simulate(plan, hardware=more).step_s <= simulate(plan).step_s * (1 + 1e-9)
+
+
+def test_a_faster_network_changes_nothing_inside_a_host() -> None:
+    plan = make_plan(
+        load_model("10b"), load_hardware("v100-ideal-host"), num_ranks=4, global_batch=8, microbatch_size=2,
+        sequence=512, precision="fp16",
+    )  # fmt: skip
+    links = tuple(
+        link.replace(bandwidth_bytes_per_s=10 * link.bandwidth_bytes_per_s)
+        if "network" in (link.a, link.b) else link for link in plan.hardware.links
+    )  # fmt: skip
+    assert simulate(plan, hardware=plan.hardware.replace(links=links)).step_s == simulate(plan).step_s

@@ -60,6 +60,21 @@ def test_the_critical_path_is_as_long_as_a_step(plan: Plan) -> None:
     assert [change["gain"] for change in found.changes] == sorted((c["gain"] for c in found.changes), reverse=True)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "spipe"])
+def test_the_words_tell_the_whole_critical_path(schedule: str) -> None:
+    stages = {} if schedule == "spipe" else {"forward_stages": 1, "backward_stages": 1}
+    plan = make_plan(
+        load_model("10b"), load_hardware("v100x4"), schedule=schedule, global_batch=16, microbatch_size=2,
+        sequence=1024, precision="fp16", **stages,
+    )  # fmt: skip
+    found = explain(simulate(plan))
+    lines = [line for line in found.words() if line.startswith("  ")]
+    told = sum(float(line.split()[-2]) for line in lines)
+    assert told == pytest.approx(sum(found.shares.values()), rel=2e-3)
+    assert len(lines) == len(set(lines)) <= 9
+    assert ("recompute" in " ".join(lines)) == (schedule != "zb-h1")
+
+
 def test_the_resource_that_limits_is_the_one_worth_buying() -> None:
     plan = make_plan(
         load_model("10b"),

@@ -13,7 +13,7 @@ from spipe.memory import memory
 from spipe.model import ModelSpec, load_model
 from spipe.ops import Kind
 from spipe.plan import Plan, make_plan
-from spipe.schedules import SCHEDULES
+from spipe.schedules import SCHEDULES, get_schedule
 from spipe.sim import simulate
 from spipe.sim.cost import CostModel
 from spipe.sim.pricing import Pricing
@@ -83,6 +83,23 @@ def test_activations_in_host_memory_make_room_on_the_gpu() -> None:
     assert simulate(away).step_s >= simulate(kept).step_s * (1 - 1e-9)
     counts = Counter(away.program().kind)
     assert counts[Kind.STORE_STAGE_INPUT] == counts[Kind.LOAD_STAGE_INPUT] > 0
+
+
+@pytest.mark.parametrize(("system", "like"), [("roundpipe", "spipe"), ("pipeoffload", "1f1b"), ("zb-h1", "1f1b")])
+def test_a_system_is_itself_without_being_asked(system: str, like: str) -> None:
+    stages = {"forward_stages": 1, "backward_stages": 1}
+    made, other = (
+        make_plan(
+            load_model("10b"), load_hardware("v100x4"), schedule=name, global_batch=8, microbatch_size=1,
+            sequence=512, precision="fp16", **stages,
+        )
+        for name in (system, like)
+    )  # fmt: skip
+    essential = get_schedule(system).essential
+    assert essential
+    assert all(getattr(made.options, name) == value for name, value in essential.items())
+    assert made.options != other.options
+    assert simulate(made).step_s != simulate(other).step_s
 
 
 @pytest.mark.parametrize("schedule", ["spipe", "roundpipe", "mobius"])

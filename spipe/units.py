@@ -61,7 +61,7 @@ _UNIT_WORD = re.compile(
 )
 
 
-_SMALLEST, _LARGEST = 1e-18, 1e24  # of a quantity: what is beyond is a slip, and breaks arithmetic later on
+_SMALLEST, _LARGEST = 1e-60, 1e60  # of a quantity: what is beyond is a slip, and breaks arithmetic later on
 
 
 def _real(value: object) -> object:

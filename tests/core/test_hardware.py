@@ -344,6 +344,9 @@ def test_override_uses_the_names_of_the_file() -> None:
         ("[accelerator.peak_tflops]\nfp8 = 3", "accelerator.peak_tflops.fp8 = 3 should be 'fp32', 'bf16' or 'fp16'"),
         ("[cpu]\nadam_us_per_op = -2", "cpu.adam_us_per_op = -2 should be greater than or equal to 0"),
         ("[cpu]\nusable_memory_gib = 500", "should not exceed memory_bytes = 1.37439e+11"),
+        ("[cpu]\nmemory_bandwidth_gb_per_s = 1e-300", "memory_bandwidth_gb_per_s = 1e-300 should be 1e-60 to 1e+60"),
+        ("peer_to_peer = 'yes'", "peer_to_peer = 'yes' should be true or false"),
+        ("gpu_direct_rdma = 1", "gpu_direct_rdma = 1 should be true or false"),
         ("[cpu]\nnum_domains = 17", "num_domains = 17 should not exceed cores = 16"),
         ("device = 'cpu'\n[accelerator]\ncompute_threads = 17", "should not exceed cpu.cores = 16"),
         ("[provenance]\nlinks = 'guess'", "provenance.links = 'guess' should be 'assumed', 'published'"),
@@ -369,6 +372,10 @@ def test_bad_values_are_named_with_what_is_allowed(tmp_path: Path, text: str, me
         ("a='gpu1'\nb='memory'\nbandwidth_gb_per_s=5", "links: node 'gpu1': a host has 1 ranks (ranks_per_host)"),
         ("a='gpu*'\nb='switch0'\nbandwidth_gb_per_s=5", "links: no way from rank 0 to memory of host 0"),
         ("a='memory'\nb='memory'\nbandwidth_gb_per_s=5", "links: 'memory' is linked to itself"),
+        (
+            "a='gpu*'\nb='memory'\nbandwidth_gb_per_s=5\n[[links]]\na='memory'\nb='gpu*'\nbandwidth_gb_per_s=9",
+            "links has memory - gpu* more than once",
+        ),
         (
             "a='gpu*'\nb='memory'\nbandwidth_gb_per_s=5\nboth_directions_gb_per_s=11",
             "both_directions_bytes_per_s = 1.1e+10 should be between one and two times bandwidth_bytes_per_s = 5e+09",

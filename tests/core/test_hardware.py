@@ -374,7 +374,7 @@ def test_bad_values_are_named_with_what_is_allowed(tmp_path: Path, text: str, me
         ("a='memory'\nb='memory'\nbandwidth_gb_per_s=5", "links: 'memory' is linked to itself"),
         (
             "a='gpu*'\nb='memory'\nbandwidth_gb_per_s=5\n[[links]]\na='memory'\nb='gpu*'\nbandwidth_gb_per_s=9",
-            "links has memory - gpu* more than once",
+            "links has gpu* - memory more than once",
         ),
         (
             "a='gpu*'\nb='memory'\nbandwidth_gb_per_s=5\nboth_directions_gb_per_s=11",

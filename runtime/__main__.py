@@ -19,6 +19,7 @@ from spipe.train_config import TrainConfig
 from spipe.train_options import TRAIN_OPTIONS
 
 EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
+_CODES = {"bad": EXIT_USER, "done": 0}  # what rank 0 found before the run, where there is none
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 
 
@@ -133,7 +134,7 @@ def _run_rank(options: argparse.Namespace, world: World) -> int:
     from spipe.runtime.failure import RunFailedError
     from spipe.runtime.launch import StopSignals
     from spipe.runtime.rank import run_rank
-    from spipe.runtime.training import prepare
+    from spipe.runtime.training import is_done, prepare
 
     if world.rank == 0:
         try:
@@ -143,19 +144,17 @@ def _run_rank(options: argparse.Namespace, world: World) -> int:
                     f"{config.plan} is for {job.num_ranks} ranks, but {world.size} were started; start as many "
                     "processes as the plan has ranks"
                 )
+            if is_done(config.resume, job):
+                return _end_all(world, "done", f"{job.output} has made its {job.start.step} steps: nothing to do")
             prepare(job, config.files())
         except SpipeError as error:
-            print(f"spipe: {error}", file=sys.stderr, flush=True)
-            world.rendezvous.set("checked", "bad")
-            for rank in range(1, world.size):  # the store has to outlive their reading
-                world.rendezvous.get(f"heard{rank}")
-            return EXIT_USER
+            return _end_all(world, "bad", str(error))
         world.rendezvous.set("checked", "good")
     else:
-        checked = world.rendezvous.get("checked")
+        checked = world.rendezvous.get("checked").decode()
         world.rendezvous.set(f"heard{world.rank}", "")
-        if checked != b"good":
-            return EXIT_USER
+        if checked != "good":
+            return _CODES[checked]
         job, _ = _job(options)
     try:
         with StopSignals(job.saves) as stop:
@@ -165,6 +164,15 @@ def _run_rank(options: argparse.Namespace, world: World) -> int:
             print(f"spipe: {error}", file=sys.stderr)
         _leave(EXIT_FAILED)
     return 0
+
+
+def _end_all(world: World, checked: str, message: str) -> int:
+    """Rank 0: what all ranks end with, before the run."""
+    print(f"spipe: {message}", file=sys.stderr, flush=True)
+    world.rendezvous.set("checked", checked)
+    for rank in range(1, world.size):  # the store has to outlive their reading
+        world.rendezvous.get(f"heard{rank}")
+    return _CODES[checked]
 
 
 def _leave(code: int) -> None:
@@ -184,18 +192,14 @@ def _report(row: dict[str, Any]) -> None:
 
 def _run_locally(options: argparse.Namespace) -> int:
     from spipe.runtime.failure import RunFailedError
-    from spipe.runtime.training import run
+    from spipe.runtime.training import execute, is_done
 
     try:
-        config = _config(options)
-        run(
-            config.apply(_load_plan(config)),
-            **config.run_arguments(),
-            overwrite=options.force,
-            dump_state=options.dump_state,
-            files=config.files(),
-            log=_report,
-        )
+        job, config = _job(options)
+        if is_done(config.resume, job):
+            print(f"spipe: {job.output} has made its {job.start.step} steps: nothing to do", file=sys.stderr)
+            return 0
+        execute(job, files=config.files(), log=_report)
     except SpipeError as error:
         print(f"spipe: {error}", file=sys.stderr)
         return EXIT_USER

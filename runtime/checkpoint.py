@@ -58,6 +58,8 @@ class Checkpoint:
     precision: str
     seed: int
     data: str
+    sequence: int | None = None
+    global_batch: int | None = None
 
     @classmethod
     def load(cls, folder: Path) -> "Checkpoint":
@@ -70,7 +72,8 @@ class Checkpoint:
             fields = {key: state[key] for key in ("step", "sequences", "loss_scale", "num_updates", "good_steps")}
             position = TypeAdapter(Position).validate_python(fields)
             model = TypeAdapter(Model).validate_python(state["model"])
-            return cls(folder, position, model, state["precision"], state["seed"], state["data"])
+            shape = state.get("sequence"), state.get("global_batch")
+            return cls(folder, position, model, state["precision"], state["seed"], state["data"], *shape)
         except OSError as error:
             raise SpipeError(f"{file}: cannot read the checkpoint ({error.strerror})") from None
         except SpipeError:
@@ -100,6 +103,24 @@ class Checkpoint:
                 elif (found := files[key].entries[key].shape) != shape:
                     problems.append(f"{key} has the shape {list(found)}, the model needs {list(shape)}")
         huggingface.require_none(problems, f"{self.folder}: {{count}} tensors are not as the model needs them")
+
+    def changes(self, plan: Plan, data: str) -> list[str]:
+        """What is not as it was before the checkpoint, in words."""
+        found = []
+        if self.data != data:
+            found.append(
+                f"the checkpoint was trained on {self.data}, this run trains on {data}, from sequence "
+                f"{self.position.sequences} on"
+            )
+        for name, before, now in (
+            ("precision", self.precision, plan.precision),
+            ("sequence", self.sequence, plan.sequence),
+            ("global_batch", self.global_batch, plan.global_batch),
+        ):
+            if before not in (None, now):
+                also = ": sequences are other parts of the text now" if name == "sequence" else ""
+                found.append(f"the checkpoint was trained with {name} = {before}, this run has {now}{also}")
+        return found
 
     def files(self) -> dict[str, TensorFile]:
         """The file of every master and moment."""

@@ -1,6 +1,6 @@
 """A job: a plan and how to run it; checked as a whole before any process starts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,8 +104,13 @@ class Job:
 
     @property
     def start(self) -> Position:
-        """Where the run goes on from."""
-        return self.checkpoint.position if self.checkpoint else START
+        """Where the run goes on from. A loss scale is that of the checkpoint if that was trained with one."""
+        if self.checkpoint is None:
+            return START
+        position = self.checkpoint.position
+        if self.plan.precision == self.checkpoint.precision:
+            return position
+        return replace(position, loss_scale=None, good_steps=0)
 
     @property
     def num_steps(self) -> int:

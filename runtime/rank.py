@@ -145,13 +145,9 @@ class _RankRun:
 
     def fill_weights(self) -> None:
         job, masters, store = self.job, self.masters, self.store
-        if job.checkpoint and self.rank == 0 and job.checkpoint.data != job.data_name:
-            self.report(
-                {
-                    "message": f"the checkpoint was trained on {job.checkpoint.data}, this run trains on "
-                    f"{job.data_name}, from sequence {job.start.sequences} on"
-                }
-            )
+        if job.checkpoint and self.rank == 0:
+            for change in job.checkpoint.changes(self.plan, job.data_name):
+                self.report({"message": change})
         if job.resume:
             load_state(job.resume, self.plan.model, masters, store)
         elif job.modules:

@@ -192,6 +192,8 @@ class Saver:
             **asdict(self._position),
             "learning_rate": plan.optimizer.learning_rate_of(self._position.num_updates),
             "precision": plan.precision,
+            "sequence": plan.sequence,
+            "global_batch": plan.global_batch,
             "seed": plan.seed,
             "data": self.job.data_name,
             "plan": plan.digest(),

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from spipe import _native
+from spipe.errors import SpipeError
 from spipe.memory import memory
 from spipe.model import ModelSpec
 from spipe.ops import Kind
@@ -62,6 +63,10 @@ class Verdict:
 
 CLIPPED_WINDOW = 16
 """Steps that speculation looks back on; it pays while fewer than half of them were clipped."""
+
+
+MOST_SKIPPED = 20
+"""Steps in a row with non-finite gradients after which a run gives up."""
 
 
 def first_scaling(plan: Plan, position: Position = START) -> Scaling:
@@ -208,6 +213,7 @@ class Settlement:
         self.counted = np.array([float(store.trained.owns_state(p)) for p in flat])
         """Per parameter number: 1 if it counts in the norm, 0 for a tied head."""
         self.clipped: tuple[bool, ...] = ()
+        self.skipped_in_a_row = 0
         """Whether each of the last steps was clipped."""
         self.validate_op = next(i for i in program.of_rank(rank) if program.kind[i] == Kind.VALIDATE)
         self.buckets: dict[tuple[int, int], int] = {}
@@ -281,9 +287,21 @@ class Settlement:
             if max_norm is not None and norm > max_norm:
                 clipping = max_norm / norm
         self.verdicts[step] = Verdict(overflow, norm, clipping)
+        self._require_progress(overflow, step)
         self.clipped = (*self.clipped, clipping != 1.0)[-CLIPPED_WINDOW:]
         self.scaling[step + 1] = next_scaling(self.plan, self.scaling[step], overflow)
         self.session.validated(step, bool(self.store.stops[step % 2].any()), self.scaling[step + 1], self.parameters)
+
+    def _require_progress(self, overflow: bool, step: int) -> None:
+        """Raises SpipeError after many steps in a row that a smaller loss scale cannot help."""
+        scaling = self.scaling[step]
+        helpless = self.plan.precision != "fp16" or scaling.loss_scale <= self.plan.loss_scale.minimum
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if overflow and helpless else 0
+        if self.skipped_in_a_row >= MOST_SKIPPED:
+            raise SpipeError(
+                f"{MOST_SKIPPED} steps in a row had gradients that are not finite, and changed nothing: are there such "
+                "values in the weights that training started from? Else use a smaller learning rate or bf16"
+            )
 
     def _tied_statistics(self, step: int) -> None:
         """A tied weight counts once, with the sum of both gradients, which may overflow where neither does."""

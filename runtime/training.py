@@ -1,5 +1,6 @@
 """Run a plan on this machine."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -158,11 +159,14 @@ def execute(
     before_start: Callable[[], None] = lambda: None,
 ) -> RunResult:  # fmt: skip
     """Check a job, take its run directory, run it. ``before_start`` puts further files there."""
-    prepare(job, files)
-    before_start()
-    with _processes(ranks, job.num_ranks) as processes:
-        processes.run(job, log or (lambda row: None))
-    return RunResult.load(job.output)
+    try:
+        prepare(job, files)
+        before_start()
+        with _processes(ranks, job.num_ranks) as processes:
+            processes.run(job, log or (lambda row: None))
+        return RunResult.load(job.output)
+    finally:
+        _vacate(job.output)
 
 
 def _path(path: str | Path | None) -> Path | None:
@@ -184,6 +188,11 @@ def starts_over(resume: str | Path | None, output: Path) -> bool:
     return str(resume) == "auto" and not find_checkpoints(output) and not (output / "result.json").exists()
 
 
+def is_done(resume: str | Path | None, job: Job) -> bool:
+    """Whether ``auto`` finds a run that has made all its steps: the same command again has nothing to do."""
+    return str(resume) == "auto" and job.checkpoint is not None and job.num_steps < 1
+
+
 def prepare(job: Job, files: Mapping[str, str] | None = None) -> None:
     """Check everything, turn text into tokens where a tokenizer is given, and take the run directory.
 
@@ -197,13 +206,46 @@ def prepare(job: Job, files: Mapping[str, str] | None = None) -> None:
         file.write(json.dumps(environment()) + "\n")
 
 
+_occupied: dict[Path, int] = {}
+"""Run directory -> descriptor of its lock file."""
+
+
+def _occupy(output: Path) -> None:
+    """Hold a run directory against other runs until `_vacate`, or the end of the process."""
+    descriptor = os.open(output / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        other = os.read(descriptor, 32).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise SpipeError(
+            f"{output}: a run is using this folder (process {other or 'unknown'}); wait for its end, or give another "
+            "folder"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()}\n".encode())
+    _occupied[output.resolve()] = descriptor
+
+
+def _vacate(output: Path) -> None:
+    descriptor = _occupied.pop(output.resolve(), None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
 def _claim_with_tokens(job: Job) -> None:
+    try:
+        job.output.mkdir(parents=True, exist_ok=True)
+        _occupy(job.output)
+    except OSError as error:
+        raise SpipeError(f"{job.output}: cannot write the run there ({error.strerror})") from None
     if job.tokenizer is None:
         claim(job)
         return
     part = job.output / f".{TOKENS_FILE}"
     try:
-        job.output.mkdir(parents=True, exist_ok=True)
         tokenize(job.data, job.tokenizer, part, job.token_width)
         job.check_data(part)
         claim(job)
@@ -218,7 +260,6 @@ def claim(job: Job) -> None:
     """Make the run directory and put the plan into it. Raises SpipeError if another run was faster."""
     text = job.plan.text()
     try:
-        job.output.mkdir(parents=True, exist_ok=True)
         if job.continues_run:
             for name in RUN_FILES:
                 if name != "metrics.jsonl":

@@ -19,6 +19,7 @@ from spipe.topology import Place
 from spipe.trace import ROUNDING_S, Trace
 
 MIN_STEPS = 2
+_CLOCKS_S = 0.01  # by so much the ranks' clocks may differ
 _JUMP = 100.0  # no step takes so many times the median
 _BUCKETED = {Kind.FETCH, Kind.OFFLOAD_GRAD, Kind.STEP, Kind.COMMIT, Kind.STORE_WEIGHTS}
 
@@ -59,6 +60,7 @@ def check_run(plan: Plan, trace: Trace, hardware: HardwareSpec, where: str) -> N
     """Raises SpipeError unless the trace is a complete one of the plan, on a device such as the hardware's."""
     trace.check_matches(plan.program(), where)
     trace.check_complete(where)
+    check_clocks(plan, trace, where)
     if plan.hardware.device != hardware.device:
         raise SpipeError(
             f"{where}: the run was on device {plan.hardware.device} ({plan.hardware.name}), but hardware "
@@ -86,6 +88,30 @@ def check_steps(times: Sequence[float], where: str) -> None:
             raise SpipeError(
                 f"{where}: one step took {seconds:.6g} s, the median is {middle:.6g} s: the clock jumped, or the "
                 "machine slept; run again, or trace fewer steps (--trace-steps)"
+            )
+
+
+def check_clocks(plan: Plan, trace: Trace, where: str) -> None:
+    """Raises SpipeError if ops began long before what they wait for on another rank had ended, or if both halves of a
+    message are not of one time: two clocks."""
+    program = plan.program()
+    apart = [
+        (i, d)
+        for i in range(len(program))
+        for d in program.dependencies[i]
+        if program.rank[d] != program.rank[i] and program.partner[i] != d
+    ]
+    halves = [(i, partner) for i, partner in enumerate(program.partner) if partner > i]
+    for step in trace.steps():
+        rows = trace.rows(step)
+        late = [(trace.end_s[rows[d]] - trace.start_s[rows[i]], i, d) for i, d in apart if i in rows and d in rows]
+        late += [(abs(trace.end_s[rows[d]] - trace.end_s[rows[i]]), i, d) for i, d in halves if i in rows and d in rows]
+        seconds, i, d = max(late, default=(0.0, 0, 0))
+        if seconds > _CLOCKS_S:
+            raise SpipeError(
+                f"{where}: step {step} has {program.op(i)} of rank {program.rank[i]} and {program.op(d)} of rank "
+                f"{program.rank[d]} {seconds:.3g} s apart in a way that cannot be: the ranks' clocks differ, or one "
+                "jumped; run again"
             )
 
 

@@ -67,6 +67,8 @@ class TrainConfig(Spec):
     def load(cls, file: Path | None, options: Mapping[str, Any]) -> "TrainConfig":
         """The file's values, and on top of them the options that are not None. Raises SpipeError."""
         table = {} if file is None else read_table(file)
+        if "from" in table and "model_folder" not in table:  # as the option is spelled
+            table["model_folder"] = table.pop("from")
         table |= {key: value for key, value in options.items() if value is not None}
         source = "options" if file is None else f"{file} and options"
         config = cls.from_table({"plan": "", "steps": 1, "output": "", **table}, source)  # what is there comes first

@@ -40,9 +40,12 @@ def run(json_file: str | None, force: bool, config: Path | None, dump_config: bo
     plan = settings.apply(load_plan(Path(settings.plan)))
 
     from spipe import runtime, show
-    from spipe.runtime.training import execute, job_of
+    from spipe.runtime.training import execute, is_done, job_of
 
     job = job_of(plan, **settings.run_arguments(), overwrite=force)
+    if is_done(settings.resume, job):
+        progress(f"{job.output} has made its {job.start.step} steps: nothing to do; give more --steps to go on")
+        return
     job.check_output()  # before anything that the log makes there
     try:
         with training_log(settings, plan) as log:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -364,3 +365,23 @@ def test_unfit_models_data_and_checkpoints_leave_nothing(
     assert f"ffn_size = {model.ffn_size} there, {model.ffn_size + 16} in the plan" in message
     assert "is of another model than the plan's" in message
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_the_same_command_after_the_end_has_nothing_to_do(command: Command, plan_file: Path, tmp_path: Path) -> None:
+    job = ["run", plan_file, "--steps", 2, "--checkpoint-every", 2, "--resume", "auto", "-o", tmp_path / "run"]
+    assert command(*job).code == 0
+    before = (tmp_path / "run" / "result.json").read_bytes()
+    again = command(*job)
+    assert (again.code, again.out) == (0, "")
+    assert "has made its 2 steps: nothing to do" in again.err
+    assert (tmp_path / "run" / "result.json").read_bytes() == before
+    config = tmp_path / "train.toml"
+    config.write_text(f'plan = "{plan_file}"\nsteps = 2\noutput = "{tmp_path}/other"\nfrom = "{tmp_path}/nowhere"\n')
+    assert "nowhere: there is no such folder" in command("run", "--config", config).err
+
+
+def test_closed_standard_streams_are_no_error(plan_file: Path, tmp_path: Path) -> None:
+    words = f'"{sys.executable}" -m spipe simulate "{plan_file}"'
+    for closed in (">&-", "2>&-", ">&- 2>&-", "<&-"):
+        done = subprocess.run(f"{words} {closed}", shell=True, capture_output=True, text=True)
+        assert (done.returncode, "Traceback" in done.stderr) == (0, False)

@@ -1,5 +1,6 @@
 """Checkpoints: 10 steps are 5 + 5, to the bit, on any ranks; nothing that goes wrong loses the last good one."""
 
+import fcntl
 import json
 import os
 import signal
@@ -330,3 +331,32 @@ def test_other_data_are_told(run_plan: RunPlan, small_plan: SmallPlan, tmp_path:
         f"the checkpoint was trained on pydoc_data.topics, this run trains on {(tmp_path / 'text').resolve()}, from "
         f"sequence {plan.global_batch} on"
     )
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(small_plan: SmallPlan, run_plan: RunPlan, tmp_path: Path) -> None:
+    plan, output = small_plan(1, backward=1), tmp_path / "run"
+    run_plan(plan, 2, output=output, checkpoint_every=2)
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file() and path.name != ".lock"}
+    with open(output / ".lock") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for how in ({"overwrite": True}, {"resume": "auto", "checkpoint_every": 2}):
+            with pytest.raises(SpipeError, match="a run is using this folder"):
+                run(plan, steps=4, output=output, **how)
+    assert {path: path.read_bytes() for path in before} == before
+    assert len(run_plan(plan, 4, output=output, resume="auto").losses) == 2
+
+
+def test_what_changes_at_a_checkpoint_is_said_and_a_loss_scale_starts_anew(
+    small_plan: SmallPlan, run_plan: RunPlan, tmp_path: Path
+) -> None:
+    first = run_plan(small_plan(1, backward=1), 2, output=tmp_path / "a", checkpoint_every=2)
+    messages: list[str] = []
+    changed = small_plan(1, backward=1, microbatches=2, precision="fp16", sequence=16)
+    second = run_plan(
+        changed, 3, output=tmp_path / "b", resume=first.output, log=lambda row: messages.append(row.get("message", ""))
+    )
+    said = "\n".join(messages)
+    assert "precision = fp32, this run has fp16" in said
+    assert "sequence = 32, this run has 16: sequences are other parts of the text now" in said
+    assert "global_batch = 8, this run has 4" in said
+    assert second.summary["loss_scale"] == changed.loss_scale.initial

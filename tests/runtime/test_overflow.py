@@ -10,7 +10,7 @@ from reference import Reference, differences
 
 from spipe.ops import Kind
 from spipe.plan import Plan
-from spipe.runtime import RunResult
+from spipe.runtime import RunFailedError, RunResult
 from spipe.runtime.hooks import TestHooks
 from spipe.trace import Trace
 
@@ -130,3 +130,17 @@ def test_the_two_gradients_of_a_tied_weight_overflow_only_together(
     result = run_plan(plan, 4, hooks=TestHooks(huge=(BAD_STEP,)))
     assert result.skipped_steps == reference.skipped == [BAD_STEP]
     assert differences(torch.load(result.output / "state.pt"), reference.state) == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_run_that_skips_every_step_gives_up(
+    small_plan: Callable[..., Plan], run_plan: Callable[..., RunResult], precision: str
+) -> None:
+    """fp16 only once a smaller loss scale is no longer possible."""
+    scale = {"initial": 4.0, "minimum": 1.0}
+    plan = small_plan(1, "spipe", 1, 1, 1, precision=precision, loss_scale=scale)
+    overflow = tuple((step, 0) for step in range(40))
+    last = 19 + 2 * (precision == "fp16")
+    with pytest.raises(RunFailedError, match=f"VALIDATE.* of step {last}: 20 steps in a row"):
+        run_plan(plan, 30, hooks=TestHooks(overflow=overflow))
+    assert run_plan(plan, 10, hooks=TestHooks(overflow=overflow)).skipped_steps == list(range(10))

@@ -415,6 +415,23 @@ def test_a_clock_that_jumps_is_refused() -> None:
             calibrate([(plan, jumped)])
 
 
+@pytest.mark.parametrize("jump_s", [-5.0, -0.05, 0.05, 5.0])
+def test_a_clock_of_one_rank_that_differs_is_refused(jump_s: float) -> None:
+    ((plan, trace),) = runs([laptop_plan()], LAPTOP)
+    rank = plan.program().rank
+    columns = {
+        name: [
+            value + jump_s * (step > 5 and rank[op] == 1)
+            for value, step, op in zip(getattr(trace, name), trace.step, trace.op, strict=True)
+        ]
+        for name in ("ready_s", "start_s", "end_s")
+    }
+    differing = dataclasses.replace(trace, **columns)
+    for use in (lambda: calibrate([(plan, differing)]), lambda: compare(plan, differing)):
+        with pytest.raises(SpipeError, match="the ranks' clocks differ, or one jumped"):
+            use()
+
+
 def test_drift_outliers_and_busy_machines_are_said() -> None:
     ((plan, trace),) = runs([laptop_plan()], LAPTOP, num_steps=16)
     program = plan.program()

@@ -207,25 +207,19 @@ def prepare(job: Job, files: Mapping[str, str] | None = None) -> None:
 
 
 _occupied: dict[Path, int] = {}
-"""Run directory -> descriptor of its lock file."""
+"""Run directory -> the descriptor that is locked."""
 
 
 def _occupy(output: Path) -> None:
     """Hold a run directory against other runs until `_vacate`, or the end of the process."""
-    descriptor = os.open(output / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    descriptor = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        other = os.read(descriptor, 32).decode(errors="replace").strip()
         os.close(descriptor)
-        raise SpipeError(
-            f"{output}: a run is using this folder (process {other or 'unknown'}); wait for its end, or give another "
-            "folder"
-        ) from None
+        raise SpipeError(f"{output}: a run is using this folder; wait for its end, or give another folder") from None
     except OSError:
         pass  # a file system without locks
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
     _occupied[output.resolve()] = descriptor
 
 

@@ -1,6 +1,7 @@
 """Commands that correct a prediction with runs, and that hold a run against its prediction."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,6 +78,7 @@ def calibrate(
       spipe calibrate run1 run2 --judge run3 -o hardware.toml
     """
     output = Output(json_file, force, (output_file,))
+    _require_different([*runs, *(judge or [])])
     measured, judged = ([load_run(folder) for folder in folders] for folders in (runs, judge or []))
     start = load_override(hardware) or measured[0][0].hardware
 
@@ -95,6 +97,14 @@ def calibrate(
     for warning in result.warnings:
         progress(f"warning: {warning}")
     output.show(result.to_json(), lambda console: show_measured.calibration(console, result.to_json()))
+
+
+def _require_different(folders: Sequence[Path]) -> None:
+    seen: set[Path] = set()
+    for folder in folders:
+        if folder.resolve() in seen:
+            raise SpipeError(f"{folder} is given twice; a run is fitted to or judged, and counts once")
+        seen.add(folder.resolve())
 
 
 def compare(

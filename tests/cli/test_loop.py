@@ -38,6 +38,8 @@ def test_run_calibrate_compare(command: Command, plan_file: Path, tmp_path: Path
     assert json.loads(calibrated.out)["runs"][0]["measured_s"] > 0
     assert load_hardware(hardware).measured
     assert "exists; give another name" in command("calibrate", run, "-o", hardware).err
+    twice = command("calibrate", run, "--judge", run, "-o", tmp_path / "twice.toml")
+    assert (twice.code, "is given twice" in twice.err) == (2, True)
 
     both, figure = tmp_path / "both.json", tmp_path / "both.png"
     more = ("--trace", both, "--figure", figure)

@@ -336,12 +336,15 @@ def test_other_data_are_told(run_plan: RunPlan, small_plan: SmallPlan, tmp_path:
 def test_a_folder_belongs_to_one_run_at_a_time(small_plan: SmallPlan, run_plan: RunPlan, tmp_path: Path) -> None:
     plan, output = small_plan(1, backward=1), tmp_path / "run"
     run_plan(plan, 2, output=output, checkpoint_every=2)
-    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file() and path.name != ".lock"}
-    with open(output / ".lock") as other:
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    other = os.open(output, os.O_RDONLY)
+    try:
         fcntl.flock(other, fcntl.LOCK_EX)
         for how in ({"overwrite": True}, {"resume": "auto", "checkpoint_every": 2}):
             with pytest.raises(SpipeError, match="a run is using this folder"):
                 run(plan, steps=4, output=output, **how)
+    finally:
+        os.close(other)
     assert {path: path.read_bytes() for path in before} == before
     assert len(run_plan(plan, 4, output=output, resume="auto").losses) == 2
 

@@ -1,5 +1,6 @@
 """Documentation that runs: commands and code of the pages work as they stand, or say what they need."""
 
+import json
 import os
 import re
 import shlex
@@ -23,6 +24,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 PAGES = [page for page in PAGES if "generated" not in page.parts]
 RUN_ELSEWHERE = {"README.md", "docs/train.md"}  # by tests of their own
 QUICK = {"docs/howto/schedule.md"}
+_COMMAND = r"(?:spipe|python|make|mpirun|srun|sbatch|torchrun|pip) "
 _BLOCK = re.compile(r"(?:^<!-- needs: ([^\n]*) -->\n)?^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -77,7 +79,34 @@ def test_the_check_of_options_finds_a_wrong_one() -> None:
 def test_blocks_that_are_not_run_say_what_they_need() -> None:
     marked = [needs for page in PAGES for needs, *_ in _BLOCK.findall(page.read_text()) if needs]
     assert len(marked) >= 3
-    assert set(marked) <= {"a network", "GPUs", "Slurm and GPUs", "a trace of your own program"}
+    assert set(marked) <= {
+        "a network", "GPUs", "Slurm and GPUs", "a trace of your own program", "time", "a clone", "a clone and time",
+        "the table of published runs",
+    }  # fmt: skip
+
+
+def unfenced(text: str) -> list[str]:
+    """Commands in indented blocks and in fenced blocks of another language: nobody runs them."""
+    rest = re.sub(_BLOCK, lambda block: "" if block[2] == "sh" else block[3], text)
+    return re.findall(rf"^(?: {{4}})?({_COMMAND}.*)$", rest, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if name(page) not in RUN_ELSEWHERE], ids=name)
+def test_every_command_block_is_run_or_says_what_it_needs(page: Path) -> None:
+    assert not unfenced(page.read_text())
+
+
+def test_the_check_of_blocks_finds_commands_that_are_not_run() -> None:
+    assert unfenced("Indented:\n\n    spipe models\n") == ["spipe models"]
+    assert unfenced("```text\nmake demo\n```\n") == ["make demo"]
+    assert not unfenced("`spipe models`, and:\n\n```sh\nspipe models\n```\n")
+
+
+def test_make_notebooks_leaves_what_make_docs_reads() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    (folder,) = re.findall(r"^NOTEBOOK_FLAGS := --executed (\S+)$", makefile, re.MULTILINE)
+    reader = (ROOT / "scripts" / "docs_pages.py").read_text()
+    assert f"ROOT / {' / '.join(map(json.dumps, folder.split('/')))} / script" in reader
 
 
 @pytest.mark.parametrize(

@@ -370,7 +370,8 @@ def show_simulation(console: "Console", simulation: "Simulation") -> None:
 
     console.print(show.plan_words(simulation.plan), soft_wrap=True)
     console.print(f"simulated on {simulation.hardware.name}\n")
-    console.print(show.timeline(simulation.program, simulation.trace, simulation.bubbles.window_s), soft_wrap=True)
+    window_s = simulation.bubbles.window_s
+    console.print(show.timeline(simulation.program, simulation.trace, window_s, console.width), soft_wrap=True)
     console.print()
     show.metrics(console, simulation.predicted())
     show.bubbles(console, simulation.bubbles)

@@ -1,5 +1,6 @@
 """The command that draws figures from runs, plans and result files."""
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +165,10 @@ _USUAL = {
     "calibrate": "residuals",
     "adam": "adam",
 }
-_HELP = "\n".join(f"  {name:<10} {words}" for name, (words, _) in KINDS.items())
+_HELP = "\n".join(
+    textwrap.fill(words, 76, initial_indent=f"  {name:<10} ", subsequent_indent=" " * 13)
+    for name, (words, _) in KINDS.items()
+)
 
 
 def plot(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spipe.cli.common import Count, Force, JsonFile, Output, positive, processes, progress, whole_number, writing
+from spipe.cli.names import OnlySchedules, hardware_names, model_names
 from spipe.errors import SpipeError, unknown
 
 if TYPE_CHECKING:
@@ -18,12 +19,20 @@ if TYPE_CHECKING:
 def whatif(
     model: Annotated[
         list[str],
-        typer.Option("--model", metavar="M", help="Name, config.json, its folder, or .toml; may be repeated."),
+        typer.Option(
+            "--model",
+            metavar="M",
+            autocompletion=model_names,
+            help="Name, config.json, its folder, or .toml; may be repeated.",
+        ),
     ],
     hardware: Annotated[
         list[str],
         typer.Option(
-            "--hardware", metavar="[LABEL=]H[:KEY=VALUE,...]", help="Name or .toml file, with changes; may be repeated."
+            "--hardware",
+            metavar="[LABEL=]H[:KEY=VALUE,...]",
+            autocompletion=hardware_names,
+            help="Name or .toml file, with changes; may be repeated.",
         ),
     ],
     global_batch: Annotated[
@@ -36,7 +45,7 @@ def whatif(
         list[str] | None,
         typer.Option(metavar="NAME", help="Try only this one: dram, cpu, pcie, nvlink or none; may be repeated."),
     ] = None,
-    schedule: Annotated[list[str] | None, typer.Option(help="Only this schedule; may be repeated.")] = None,
+    schedule: OnlySchedules = None,
     microbatch_size: Annotated[
         int | None, typer.Option(parser=Count, metavar="N", help="Sequences per microbatch.")
     ] = None,

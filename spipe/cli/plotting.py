@@ -171,9 +171,17 @@ _HELP = "\n".join(
 )
 
 
+def kind_names(incomplete: str) -> list[str]:
+    """As the shell completes them."""
+    return [kind for kind in KINDS if kind.startswith(incomplete)]
+
+
 def plot(
     inputs: Annotated[
-        list[str], typer.Argument(metavar="[KIND] INPUT...", help="What to draw (see below), and from what.")
+        list[str],
+        typer.Argument(
+            metavar="[KIND] INPUT...", autocompletion=kind_names, help="What to draw (see below), and from what."
+        ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FIGURE", help="A .png, .svg or .pdf.")],
     step: Annotated[

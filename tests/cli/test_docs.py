@@ -13,6 +13,7 @@ import pytest
 import typer
 
 from spipe.cli.app import app
+from spipe.schedules import SCHEDULES
 
 try:
     from typer._click.exceptions import UsageError
@@ -160,6 +161,14 @@ def test_every_command_is_in_a_page() -> None:
     names = set(group.commands)  # type: ignore[attr-defined]
     assert {"profile", "kineto", "tune", "report", "whatif"} <= names
     assert not {command for command in names if f"spipe {command}" not in text}
+
+
+def test_every_schedule_has_its_usual_name_in_a_page() -> None:
+    rows = re.findall(r"^\| .* \| (.*) \|$", (ROOT / "docs" / "concepts.md").read_text(), re.MULTILINE)
+    for schedule in SCHEDULES.values():
+        mine = [row for row in rows if f"`{schedule.name}`" in row]
+        assert mine
+        assert all(("only simulated" in row) == schedule.simulated_only for row in mine)
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:

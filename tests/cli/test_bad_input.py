@@ -452,3 +452,37 @@ def test_a_missing_package_is_named_with_its_extra(
     words = [{"PLAN": plan_file, "TEXT": text}.get(word, word) for word in arguments]
     assert message in refused(*words, *(["--sequence", "32"] if words[0] == "search" else []))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "torch", ["raise ImportError('libcudart.so.12: cannot open shared object file')", "import _no_such_part_of_torch"]
+)
+@pytest.mark.parametrize(
+    "arguments", [("run", "plan.json", "--steps", "1", "-o", "run"), ("sample", "run", "--prompt", "a")], ids=" ".join
+)
+def test_where_torch_cannot_be_imported_the_message_says_so(
+    plan_file: Path, tmp_path: Path, torch: str, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "broken" / "torch").mkdir(parents=True)
+    (tmp_path / "broken" / "torch" / "__init__.py").write_text(torch + "\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "spipe", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "broken"), *sys.path])},
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "PyTorch cannot be imported" in done.stderr
+    assert "pip install torch" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_import_that_fails_for_another_reason_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(arguments: object) -> None:
+        raise ImportError("cannot import name 'x'", name="spipe.y")
+
+    monkeypatch.setattr("spipe.cli._run", broken)
+    with pytest.raises(ImportError):
+        main([])

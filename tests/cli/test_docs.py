@@ -1,6 +1,5 @@
 """Documentation that runs: commands and code of the pages work as they stand, or say what they need."""
 
-import json
 import os
 import re
 import shlex
@@ -9,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import jupytext
+import nbformat
 import pytest
 import typer
 
@@ -103,11 +104,25 @@ def test_the_check_of_blocks_finds_commands_that_are_not_run() -> None:
     assert not unfenced("`spipe models`, and:\n\n```sh\nspipe models\n```\n")
 
 
-def test_make_notebooks_leaves_what_make_docs_reads() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    (folder,) = re.findall(r"^NOTEBOOK_FLAGS := --executed (\S+)$", makefile, re.MULTILINE)
-    reader = (ROOT / "scripts" / "docs_pages.py").read_text()
-    assert f"ROOT / {' / '.join(map(json.dumps, folder.split('/')))} / script" in reader
+def test_make_docs_shows_what_make_notebooks_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder,) = re.findall(r"^NOTEBOOK_FLAGS := --executed (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import docs_pages
+
+    monkeypatch.setattr(docs_pages, "ROOT", tmp_path)
+    script = tmp_path / "notebooks" / "n.py"
+    for path in (script, tmp_path / folder / "n.ipynb"):
+        path.parent.mkdir(parents=True)
+    script.write_text("# %% [markdown]\n# # Title\n\n# %%\nprint(6 * 7)\n")
+    assert "`make notebooks`" in docs_pages.notebook(script)
+    executed = jupytext.read(script)
+    executed.cells[1].outputs = [nbformat.v4.new_output("stream", text="42\n")]
+    nbformat.write(executed, tmp_path / folder / "n.ipynb")
+    page = docs_pages.notebook(script)
+    assert "```text\n42\n```" in page
+    assert "`make notebooks`" not in page
+    script.write_text(script.read_text().replace("7", "8"))  # which has not been executed
+    assert "42" not in docs_pages.notebook(script)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ INSTALLED := $(VENV)/.installed-spipe
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 CPP_FILES := $(wildcard native/*.cpp native/*.hpp)
 NOTEBOOKS := $(wildcard notebooks/*.py)
+# With their outputs, for `make docs`.
+NOTEBOOK_FLAGS := --executed build/notebooks
 
 .PHONY: help setup demo test test-all test-docs lint format notebooks docs sanitize sanitize-address sanitize-thread wheel clean
 
@@ -42,10 +44,10 @@ format: $(INSTALLED)  ## rewrite Python and C++ files in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)
 
-notebooks: $(INSTALLED)  ## execute the notebooks and refresh their .ipynb
+notebooks: $(INSTALLED)  ## execute the notebooks, refresh their .ipynb, keep them with outputs for `make docs`
 	$(BIN)/python scripts/execute_notebooks.py $(NOTEBOOK_FLAGS) $(NOTEBOOKS)
 
-docs: $(INSTALLED)  ## build the documentation into build/site, without warnings
+docs: $(INSTALLED)  ## build the documentation into build/site, without warnings; `make notebooks` first for pages with outputs
 	$(BIN)/python scripts/docs_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 

@@ -55,7 +55,8 @@ display(plots.predicted_against_measured([row.to_json() for row in predictions])
 
 # %% [markdown]
 # Filled marks are rows that no constant was fitted to. DeepSpeed (ZeRO-3 with CPU offload) is another kind of system,
-# for which one constant was fitted to nothing; it is there for comparison.
+# there for comparison: its collectives are assumed to reach half of a link's bandwidth, and no constant was fitted to
+# its rows.
 
 # %%
 for system in ("SPipe", "Mobius", "Megatron", "DeepSpeed"):
@@ -97,6 +98,8 @@ for name, schedule, backward, options, _ in STEPS:
         options={"optimizer_workers": 2, **options},
     )
     simulated.append((name, simulate(plan, num_steps=1).makespan_s))
+for (name, predicted_s), (*_, measured_s) in zip(simulated, STEPS, strict=True):
+    print(f"{name:30} measured {1e3 * measured_s:6.0f} ms, predicted {1e3 * predicted_s:6.0f} ms")
 display(plots.ablation(simulated, "simulated"))
 display(plots.ablation([(name, seconds) for name, *_, seconds in STEPS], "as published"))
 

@@ -2,8 +2,7 @@
 
 python scripts/docs_pages.py            writes docs/generated/, which `mkdocs build` reads and git does not keep
 
-Notebooks become pages with their outputs where `make notebooks NOTEBOOK_FLAGS='--executed build/notebooks'` has left
-them executed, and without outputs elsewhere.
+Notebooks become pages with their outputs where `make notebooks` has left them executed, and without outputs elsewhere.
 """
 
 import base64
@@ -98,10 +97,12 @@ def copied(source: str) -> str:
 
 def notebook(script: Path) -> str:
     """A notebook as a page; its pictures are written beside the page."""
-    executed = ROOT / "build" / "notebooks" / script.with_suffix(".ipynb").name
-    cells = jupytext.read(executed if executed.exists() else script).cells
+    cells = jupytext.read(script).cells
+    path = ROOT / "build" / "notebooks" / script.with_suffix(".ipynb").name
+    executed = jupytext.read(path).cells if path.exists() else []
+    is_executed = [cell.source for cell in executed] == [cell.source for cell in cells]
     page = []
-    for number, cell in enumerate(cells):
+    for number, cell in enumerate(executed if is_executed else cells):
         if cell.cell_type == "markdown":
             page.append(cell.source)
             continue
@@ -115,8 +116,8 @@ def notebook(script: Path) -> str:
                 page.append(f"![figure]({picture})")
             elif text := output.get("text") or data.get("text/plain"):
                 page.append(f"```text\n{text.rstrip()}\n```")
-    if not executed.exists():
-        page.insert(1, "*Not executed for this page: only its code is shown.*")
+    if not is_executed:
+        page.insert(1, "*Only the code is shown here: `make notebooks`, then `make docs`, adds what it puts out.*")
     return "\n\n".join(page) + "\n"
 
 

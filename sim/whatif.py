@@ -13,6 +13,7 @@ from spipe.topology import Link, parse_node
 
 HOURS_PER_MONTH = 730.0
 _NVLINK_BYTES_PER_S = 100e9
+_LEAST_GAIN = 0.005
 
 Progress = Callable[[str], None]
 
@@ -102,10 +103,11 @@ def what_if(
     Returns:
         Rows with ``model``, ``offer``, ``upgrade`` (empty for the offer as it is), ``feasible``, ``reason`` (why not),
         ``step_s``, ``tokens_per_s``, ``gap`` (to the lower bound), ``interval_s`` (as in ``SearchResult``), ``limit``,
-        ``plan``, ``rank_bytes`` and ``host_bytes`` (of the fullest accelerator and host), ``gain`` over the offer as it
-        is, ``upgrade_dollars``, ``purchase_dollars``, ``rent_dollars_per_billion_tokens``,
-        ``own_dollars_per_billion_tokens`` (electricity alone), ``break_even_month`` (when buying has cost less than
-        renting). What is not known is None.
+        ``plan``, ``accelerators`` and ``hosts`` of the offer and ``accelerators_used`` by the plan, ``rank_bytes`` and
+        ``host_bytes`` (of the fullest accelerator and host), ``gain`` over the offer as it is, ``upgrade_dollars``,
+        ``purchase_dollars``, ``rent_dollars_per_billion_tokens``, ``own_dollars_per_billion_tokens`` (electricity
+        alone), ``break_even_month`` (when buying has cost less than renting; None where it never does, as electricity
+        alone costs as much as rent). What is not known is None.
     """
     rows = []
     for model in models:
@@ -132,14 +134,19 @@ def most_helpful(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], str]:
         key = base["model"], base["offer"]
         mine = [row for row in rows if (row["model"], row["offer"]) == key and row["upgrade"] and row["feasible"]]
         if not mine:
-            result[key] = "none of them makes it fit" if not base["feasible"] else "none"
+            result[key] = (
+                "none that can be tried" if base["feasible"] else "none: no upgrade that was tried makes it fit"
+            )
         elif not base["feasible"]:
             best = max(mine, key=lambda row: row["tokens_per_s"])
             result[key] = f"{best['upgrade']}: it fits then, with {best['tokens_per_s']:.0f} tokens/s"
         else:
             best = max(mine, key=lambda row: row["gain"])
-            result[key] = f"{best['upgrade']}: {100 * best['gain']:+.1f} %" if best["gain"] >= 0.005 else "none"
-            if best["gain"] >= 0.005 and not _certain(best["interval_s"], base["interval_s"]):
+            if best["gain"] < _LEAST_GAIN:
+                result[key] = f"none: no upgrade that was tried gains {100 * _LEAST_GAIN:g} %"
+                continue
+            result[key] = f"{best['upgrade']}: {100 * best['gain']:+.1f} %"
+            if not _certain(best["interval_s"], base["interval_s"]):
                 result[key] += ", not for certain: the intervals of the step times meet"
     return result
 
@@ -153,17 +160,19 @@ def _row(
     model: ModelSpec, label: str, upgrade: str, hardware: HardwareSpec, arguments: dict[str, Any]
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"model": model.name, "offer": label, "upgrade": upgrade, "hosts": hardware.num_hosts}
-    row |= {"accelerators": hardware.num_ranks, "feasible": False, "reason": "", "step_s": None, "tokens_per_s": None}
+    row |= {"accelerators": hardware.num_ranks, "accelerators_used": None, "feasible": False, "reason": ""}
+    row |= dict.fromkeys(("step_s", "tokens_per_s"))
     row |= dict.fromkeys(("gap", "interval_s", "limit", "plan", "rank_bytes", "host_bytes", "gain", "upgrade_dollars"))
     row |= _prices(hardware, upgrade)
     row |= dict.fromkeys(("rent_dollars_per_billion_tokens", "own_dollars_per_billion_tokens"))
     try:
         found = search(model, hardware, **{"advise": not upgrade, **arguments})
     except SpipeError as error:
-        return row | {"reason": str(error)}
+        return row | {"reason": str(error), "break_even_month": None}
     speed = found.simulation.tokens_per_s
     row |= {"feasible": True, "step_s": found.simulation.step_s, "tokens_per_s": speed, "gap": found.gap}
     row["interval_s"] = found.interval_s
+    row["accelerators_used"] = len(found.plan.layout.layout().ranks_used)
     row |= {"limit": found.limit, "plan": _words(found)}
     memory = found.simulation.memory
     row |= {"rank_bytes": max(memory.rank_bytes), "host_bytes": max(memory.host_bytes)}

@@ -146,7 +146,8 @@ def search(hardware: "HardwareSpec", folder: Path, to: "Console") -> "Simulation
     to.print(f"{len(found.candidates)} plans simulated; the fastest:\n")
     to.print(show.plan_words(found.plan), soft_wrap=True)
     to.print("\nA simulated step:\n")
-    to.print(show.timeline(simulation.program, simulation.trace, simulation.bubbles.window_s), soft_wrap=True)
+    window_s = simulation.bubbles.window_s
+    to.print(show.timeline(simulation.program, simulation.trace, window_s, to.width), soft_wrap=True)
     to.print()
     show.bubbles(to, simulation.bubbles)
     return simulation

@@ -3,6 +3,7 @@
 On device ``cpu`` a rank is a few cores of the host, and its node is still called ``gpu``.
 """
 
+import datetime
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from spipe.errors import SpipeError, unknown
 from spipe.layer_list import Model
@@ -25,7 +26,6 @@ from spipe.units import (
     Positive,
     Spec,
     Unlimited,
-    merged,
     nested_spec,
     read_table,
     to_base_units,
@@ -142,11 +142,23 @@ class UnitCost(Spec):
         return share * self.unit_block_s * factors[pass_name]
 
 
+def _date(value: object) -> object:
+    """A month or a day, which TOML has a type for, as text."""
+    text = value.strftime("%Y-%m-%d") if isinstance(value, datetime.date) else value
+    try:
+        if isinstance(text, str) and re.fullmatch(r"\d{4}-\d\d(-\d\d)?", text):
+            datetime.date.fromisoformat(f"{text}-01"[:10])
+            return text
+    except ValueError:
+        pass
+    raise ValueError("should be a month or a day, such as 2026-05 or 2026-05-31")
+
+
 class Price(Spec):
     """What one host with its accelerators costs, at a date: an example to calculate with, not an offer."""
 
-    date: Text
-    """When it was set down, as ``2026-05``."""
+    date: Annotated[str, BeforeValidator(_date)]
+    """When it was set down, as ``2026-05`` or ``2026-05-31``."""
     note: Text
     purchase_dollars: NonNegative | None = None
     power_watts: NonNegative = 0.0
@@ -241,6 +253,18 @@ class HardwareSpec(Spec):
     """Relative standard error of a measured or fitted value, by dotted field name."""
     prediction_error: NonNegative = 0.0
     """Relative standard error of predicted step times, as far as runs have shown it; 0: not known."""
+
+    @classmethod
+    def changed(cls, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        """``values`` with ``changes`` on top: of a host's memory that changes in size, the same part stays usable."""
+        result = super().changed(values, changes)
+        match values.get("cpu"), changes.get("cpu"):
+            case (
+                {"memory_bytes": int() | float() as old, "usable_memory_bytes": int() | float() as usable},
+                {"memory_bytes": int() | float() as new, **others},
+            ) if old > 0 and "usable_memory_bytes" not in others:
+                result["cpu"]["usable_memory_bytes"] = new if math.isinf(old) else usable / old * new
+        return result
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -370,7 +394,7 @@ def load_hardware(name_or_path: str | Path) -> HardwareSpec:
     """A built-in hardware by name, or one from a TOML (or JSON) file.
 
     A file may start from another one with ``extends = "<built-in name or path>"``: tables are merged, lists and single
-    values replaced.
+    values replaced. Where ``cpu.memory_...`` changes alone, the same part of it stays usable.
     """
     text = str(name_or_path)
     if text in HARDWARE_NAMES:
@@ -417,6 +441,6 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str,
         raise SpipeError(f"{path}: extends: {unknown('hardware', base, HARDWARE_NAMES, 'Or give a path.')}")
     base_data, inherited = _read(base_path, (*seen, path.resolve()))
     try:
-        return data, merged(inherited, to_base_units(HardwareSpec, base_data))
+        return data, HardwareSpec.changed(inherited, to_base_units(HardwareSpec, base_data))
     except SpipeError as error:
         raise SpipeError(f"{base_path}: {error}") from None

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Column, Table
 from rich.text import Text
 
 from spipe.hardware import HardwareSpec
@@ -68,9 +69,46 @@ def three(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
+class FittingTable(Table):
+    """A table that fits its console without breaking words, numbers and names, wherever that can be had: headers and
+    long texts take more lines, then columns stand closer."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        self._fit(options.max_width)
+        yield from super().__rich_console__(console, options)
+
+    def _fit(self, width: int) -> None:
+        ranges = [_widths(column, position > 0) for position, column in enumerate(self.columns)]
+        widths = [most for _, most in ranges]
+        for padding in (1, 0):
+            room = width - (1 + 2 * padding) * len(ranges) - 1
+            if sum(least for least, _ in ranges) <= room:
+                while sum(widths) > room:
+                    widest = max(
+                        (i for i, (least, _) in enumerate(ranges) if widths[i] > least), key=widths.__getitem__
+                    )
+                    widths[widest] -= 1
+                for column, chosen in zip(self.columns, widths, strict=True):
+                    column.width = chosen
+                self.padding = (0, padding)
+                return
+
+
+_UNBROKEN = 12  # characters of a text that stays in one line
+
+
+def _widths(column: Column, may_break: bool) -> tuple[int, int]:
+    """The least width that breaks nothing but texts between their words, and the width without any break."""
+    cells = [str(cell) for cell in column.cells]
+    pieces = str(column.header).split()
+    for cell in cells:
+        pieces += cell.split() if may_break and column.justify == "left" and len(cell) > _UNBROKEN else [cell]
+    return max(map(cell_len, pieces), default=1), max(map(cell_len, [str(column.header), *cells]))
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
     """A table whose first ``left`` columns are text and the others numbers."""
-    made = Table(title=title or None, title_justify="left", title_style="bold")
+    made = FittingTable(title=title or None, title_justify="left", title_style="bold")
     for position, column in enumerate(columns):
         made.add_column(column, justify="left" if position < left else "right", overflow="fold")
     for row in rows:
@@ -82,7 +120,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], lef
 
 
 def models(to: Console, chosen: Sequence[ModelSpec]) -> None:
-    columns = ("model", "blocks", "hidden", "ffn", "heads", "kv heads", "vocabulary", "sequence", "parameters", "state")
+    columns = ("model", "blocks", "hidden", "ffn", "heads", "kv heads", "vocab", "sequence", "parameters", "state")
     rows = [
         (
             m.name,
@@ -240,13 +278,20 @@ def memory(to: Console, report: MemoryReport) -> None:
     to.print(table("Memory of the fullest rank and host", ("place", "mostly", "planned", "usable"), rows, left=2))
 
 
-def timeline(program: Program, trace: Trace, window_s: tuple[float, float], width: int = 96) -> Text:
+_TIMELINE_COLUMNS = 96
+_TIMELINE_LABEL = 17
+
+
+def timeline(program: Program, trace: Trace, window_s: tuple[float, float], console_width: int = 120) -> Text:
     """A window of time as characters: for each rank its compute lane and its optimizer, a column being a slice of it.
+
+    Lines are no longer than the console, but have 60 characters at least.
 
     A column shows what filled most of it: ``F`` forward, ``r`` recompute, ``B`` backward, ``.`` nothing; optimizer
     steps (``=``) are short and show wherever there is one. Ops of all steps that lie in the window are shown.
     """
     begin, end = window_s
+    width = min(_TIMELINE_COLUMNS, max(console_width, 60) - _TIMELINE_LABEL)
     slice_s = (end - begin) / width or 1.0
     rows: dict[tuple[int, bool], list[dict[str, float]]] = {}
     for row, i in enumerate(trace.op):
@@ -262,8 +307,8 @@ def timeline(program: Program, trace: Trace, window_s: tuple[float, float], widt
         for letter, group in groupby(_most(column, least) for column in filled):
             lines.append(letter * len(list(group)), style=STYLES.get(letter, "dim"))
         lines.append("\n")
-    lines.append(f"{'':<17}0{seconds(end - begin):>{width - 1}}\n")
-    lines.append(f"{'':<17}F forward, r recompute, B backward, W weight gradient, = optimizer step, . idle")
+    lines.append(f"{'':<{_TIMELINE_LABEL}}0{seconds(end - begin):>{width - 1}}\n")
+    lines.append("F forward, r recompute, B backward, W weight gradient, = optimizer step, . idle")
     return lines
 
 

@@ -136,9 +136,14 @@ class Spec(BaseModel):
         except SpipeError as error:
             raise SpipeError(f"{source}: {error}") from None
         try:
-            return super().model_validate(merged(defaults or {}, base))
+            return super().model_validate(cls.changed(defaults or {}, base))
         except ValidationError as error:
             raise invalid(cls, error, source, written) from None
+
+    @classmethod
+    def changed(cls, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        """``values`` of a spec with ``changes`` on top, both in base units."""
+        return merged(values, changes)
 
     def override(self, changes: Mapping[str, Any]) -> Self:
         """A checked copy with single values changed, named as in a file: ``{"accelerator.memory_gib": 24}``."""
@@ -317,6 +322,7 @@ def _message(cls: type[BaseModel], details: Any, written: Mapping[KeyPath, tuple
     reason = re.sub(r"^(Value error, )?(Input )?", "", details["msg"])
     reason = re.sub(r"a valid dictionary or instance of \w+", "a table of fields", reason)
     if details["type"] == "value_error" and (not path or isinstance(details["input"], Mapping)):
+        reason = _as_written(reason, path, written)
         return f"{dotted(path)}: {reason}" if path else reason
     value = details["input"]
     if path in written:
@@ -326,6 +332,21 @@ def _message(cls: type[BaseModel], details: Any, written: Mapping[KeyPath, tuple
         key, table = written[path[:-1]]
         path, value = (*path[:-2], key, path[-1]), table[path[-1]]
     return f"{dotted(path)} = {value!r} {reason}"
+
+
+def _as_written(reason: str, path: KeyPath, written: Mapping[KeyPath, tuple[str, Any]]) -> str:
+    """A reason that compares quantities (``field = value``), in a unit that the file has for one of them."""
+    fields = re.findall(r"(\w+) = ", reason)
+    keys = [written[(*path, field)][0] for field in fields if (*path, field) in written]
+
+    def human(match: re.Match[str]) -> str:
+        field, value = match[1], float(match[2])
+        for unit in units_of(field):
+            if any(key.endswith(unit.suffix) for key in keys):
+                return f"{_stem(field)}{unit.suffix} = {unit.from_base(value):.6g}"
+        return match[0]
+
+    return re.sub(r"(\w+) = (inf|[\d.]+(?:e[+-]?\d+)?)", human, reason)
 
 
 def _unknown_key(cls: type[BaseModel], path: KeyPath) -> str:

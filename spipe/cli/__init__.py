@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from spipe.errors import SpipeError
@@ -19,6 +20,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _run(arguments)
     except SpipeError as error:
         _end(2, str(error))
+    except ImportError as error:
+        if not _is_of_torch(error):
+            raise
+        _end(
+            2,
+            f"PyTorch cannot be imported ({error}), which this command needs; install it anew: pip install torch. "
+            "Searching, simulating and figures go without it",
+        )
     except KeyboardInterrupt:
         _end(130, "interrupted")
     except MemoryError:
@@ -41,6 +50,12 @@ def _run(arguments: Sequence[str] | None) -> None:
         raise KeyboardInterrupt from None
     finally:
         sys.stdout.flush()
+
+
+def _is_of_torch(error: ImportError) -> bool:
+    """Whether torch is missing, or something that torch itself wanted to import."""
+    frames = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(name.partition(".")[0] == "torch" for name in (error.name or "", *frames))
 
 
 def _end(code: int, message: str) -> None:

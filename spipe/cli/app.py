@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -61,6 +61,25 @@ Examples:
   spipe report run -o report.html
 """,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from spipe import __version__
+
+        print(f"spipe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 _MODULES = (
     specs, profiling, planning, buying, training, running, calibrating, tuning, validating, plotting, reporting,
 )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spipe.cli.common import Count, Force, JsonFile, Output, positive, processes, progress, whole_number, writing
+from spipe.cli.names import OnlySchedules, hardware_names, model_names
 from spipe.errors import SpipeError, unknown
 
 if TYPE_CHECKING:
@@ -18,12 +19,20 @@ if TYPE_CHECKING:
 def whatif(
     model: Annotated[
         list[str],
-        typer.Option("--model", metavar="M", help="Name, config.json, its folder, or .toml; may be repeated."),
+        typer.Option(
+            "--model",
+            metavar="M",
+            autocompletion=model_names,
+            help="Name, config.json, its folder, or .toml; may be repeated.",
+        ),
     ],
     hardware: Annotated[
         list[str],
         typer.Option(
-            "--hardware", metavar="[LABEL=]H[:KEY=VALUE,...]", help="Name or .toml file, with changes; may be repeated."
+            "--hardware",
+            metavar="[LABEL=]H[:KEY=VALUE,...]",
+            autocompletion=hardware_names,
+            help="Name or .toml file, with changes; may be repeated.",
         ),
     ],
     global_batch: Annotated[
@@ -36,7 +45,7 @@ def whatif(
         list[str] | None,
         typer.Option(metavar="NAME", help="Try only this one: dram, cpu, pcie, nvlink or none; may be repeated."),
     ] = None,
-    schedule: Annotated[list[str] | None, typer.Option(help="Only this schedule; may be repeated.")] = None,
+    schedule: OnlySchedules = None,
     microbatch_size: Annotated[
         int | None, typer.Option(parser=Count, metavar="N", help="Sequences per microbatch.")
     ] = None,
@@ -86,6 +95,9 @@ def whatif(
     for name in upgrade or ():
         if name not in (*known, "none"):
             raise unknown("upgrade", name, (*known, "none"))
+    if upgrade and "none" in upgrade and set(upgrade) != {"none"}:
+        other = next(name for name in upgrade if name != "none")
+        raise SpipeError(f"--upgrade none and --upgrade {other} contradict each other; keep one of them")
     with processes(workers) as executor:
         rows = what_if(
             models,
@@ -123,6 +135,8 @@ def parse_offer(text: str) -> tuple[str, "HardwareSpec"]:
 
     head, _, changes = text.partition(":")
     label, equals, name = head.partition("=")
+    if equals and not label.strip():
+        raise SpipeError(f"--hardware {text!r}: the label before = is empty; write LABEL={name}, or {name} alone")
     spec = load_hardware(name if equals else label)
     values: dict[str, Any] = {}
     for change in filter(None, changes.split(",")):
@@ -148,6 +162,22 @@ def show_rows(
     def dollars(value: float | None) -> str:
         return "?" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
+    def break_even(row: dict[str, Any]) -> str:
+        month = row["break_even_month"]
+        if not row["feasible"]:
+            return ""
+        if month is None:
+            priced = row["purchase_dollars"] is not None and row["rent_dollars_per_billion_tokens"] is not None
+            return "never" if priced else "?"
+        return f"{month:.0f}"
+
+    def accelerators(row: dict[str, Any]) -> str:
+        used, offered = row["accelerators_used"], row["accelerators"]
+        return str(offered) if used in (None, offered) else f"{used} of {offered}"
+
+    def paid(hosts: int) -> str:
+        return "the whole host is" if hosts == 1 else f"all {hosts} hosts are"
+
     bases = [row for row in rows if not row["upgrade"]]
     columns = ("model", "hardware", "GPUs", "tokens / s", "gap", "price $", "rent $ / 1e9 tokens", "break-even month")
     console.print(
@@ -158,12 +188,12 @@ def show_rows(
                 (
                     row["model"],
                     row["offer"],
-                    str(row["accelerators"]),
+                    accelerators(row),
                     show.count(row["tokens_per_s"]) if row["feasible"] else "does not fit",
                     f"{100 * row['gap']:.0f} %" if row["feasible"] else "",
                     dollars(row["purchase_dollars"]),
                     dollars(row["rent_dollars_per_billion_tokens"]) if row["feasible"] else "",
-                    f"{row['break_even_month']:.0f}" if row["break_even_month"] else "?",
+                    break_even(row),
                 )
                 for row in bases
             ],
@@ -196,8 +226,13 @@ def show_rows(
         )
         for (model, offer), text in helps.items():
             console.print(f"{model} on {offer}: helps most: {text}", soft_wrap=True)
-    notes = {spec.price.note: spec.price.date for spec in offers.values() if spec.price is not None}
-    show.notes(console, [f"{note} ({date})" for note, date in notes.items()])
+    dates = {spec.price.note: spec.price.date for spec in offers.values() if spec.price is not None}
+    notes = [
+        f"{row['model']} on {row['offer']} uses {accelerators(row)} accelerators; {paid(row['hosts'])} paid for"
+        for row in bases
+        if row["feasible"] and row["accelerators_used"] < row["accelerators"]
+    ]
+    show.notes(console, [*notes, *(f"{note} ({date})" for note, date in dates.items())])
 
 
 COMMANDS = (whatif,)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spipe import train_options
+from spipe.cli.names import hardware_names
 from spipe.errors import SpipeError
 
 if TYPE_CHECKING:
@@ -35,7 +36,13 @@ GIVEN: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyT
 Force = Annotated[bool, typer.Option("--force", help="Overwrite outputs that exist.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json made by `spipe search`.")]
 HardwareOverride = Annotated[
-    str | None, typer.Option("--hardware", metavar="H", help="Name or file to use instead of the plan's hardware.")
+    str | None,
+    typer.Option(
+        "--hardware",
+        metavar="H",
+        autocompletion=hardware_names,
+        help="Name or file to use instead of the plan's hardware.",
+    ),
 ]
 
 

@@ -22,6 +22,7 @@ from spipe.cli.common import (
     whole_number,
     writing,
 )
+from spipe.cli.names import OnlySchedules, hardware_names, model_names
 from spipe.errors import SpipeError, unknown
 
 if TYPE_CHECKING:
@@ -34,8 +35,15 @@ if TYPE_CHECKING:
 
 
 def search(
-    model: Annotated[str, typer.Option("--model", metavar="M", help="Name, config.json, its folder, or .toml file.")],
-    hardware: Annotated[str, typer.Option("--hardware", metavar="H", help="Name or .toml file.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", metavar="M", autocompletion=model_names, help="Name, config.json, its folder, or .toml file."
+        ),
+    ],
+    hardware: Annotated[
+        str, typer.Option("--hardware", metavar="H", autocompletion=hardware_names, help="Name or .toml file.")
+    ],
     global_batch: Annotated[
         int, typer.Option("--global-batch", parser=Count, metavar="N", help="Sequences per training step.")
     ],
@@ -43,7 +51,7 @@ def search(
         int, typer.Option("--sequence", "--seq", parser=Count, metavar="N", help="Tokens per sequence.")
     ],
     plan: Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN", help="Write the plan here.")] = None,
-    schedule: Annotated[list[str] | None, typer.Option(help="Only this schedule; may be repeated.")] = None,
+    schedule: OnlySchedules = None,
     ranks: Annotated[int | None, typer.Option(parser=Count, metavar="N", help="Use exactly so many ranks.")] = None,
     forward_stages: Annotated[
         int | None, typer.Option(parser=Count, metavar="N", help="Forward stages per rank.")
@@ -370,7 +378,8 @@ def show_simulation(console: "Console", simulation: "Simulation") -> None:
 
     console.print(show.plan_words(simulation.plan), soft_wrap=True)
     console.print(f"simulated on {simulation.hardware.name}\n")
-    console.print(show.timeline(simulation.program, simulation.trace, simulation.bubbles.window_s), soft_wrap=True)
+    window_s = simulation.bubbles.window_s
+    console.print(show.timeline(simulation.program, simulation.trace, window_s, console.width), soft_wrap=True)
     console.print()
     show.metrics(console, simulation.predicted())
     show.bubbles(console, simulation.bubbles)

@@ -1,5 +1,6 @@
 """The command that draws figures from runs, plans and result files."""
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,12 +165,23 @@ _USUAL = {
     "calibrate": "residuals",
     "adam": "adam",
 }
-_HELP = "\n".join(f"  {name:<10} {words}" for name, (words, _) in KINDS.items())
+_HELP = "\n".join(
+    textwrap.fill(words, 76, initial_indent=f"  {name:<10} ", subsequent_indent=" " * 13)
+    for name, (words, _) in KINDS.items()
+)
+
+
+def kind_names(incomplete: str) -> list[str]:
+    """As the shell completes them."""
+    return [kind for kind in KINDS if kind.startswith(incomplete)]
 
 
 def plot(
     inputs: Annotated[
-        list[str], typer.Argument(metavar="[KIND] INPUT...", help="What to draw (see below), and from what.")
+        list[str],
+        typer.Argument(
+            metavar="[KIND] INPUT...", autocompletion=kind_names, help="What to draw (see below), and from what."
+        ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FIGURE", help="A .png, .svg or .pdf.")],
     step: Annotated[

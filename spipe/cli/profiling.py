@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from spipe.cli.common import Count, Force, JsonFile, Output, positive, progress, writing
+from spipe.cli.names import hardware_names, model_names
 from spipe.errors import SpipeError, unknown
 
 _DEFAULT_MODELS = {"cuda": ("qwen3-1.7b", "llama2-7b"), "cpu": ("tiny",)}
@@ -20,7 +21,12 @@ def profile(
     output_file: Annotated[Path, typer.Option("-o", "--output", metavar="HARDWARE.toml", help="Write it here.")],
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", metavar="M", help="Measure this model's layers; may be repeated; default: some usual."),
+        typer.Option(
+            "--model",
+            metavar="M",
+            autocompletion=model_names,
+            help="Measure this model's layers; may be repeated; default: some usual.",
+        ),
     ] = None,
     microbatch_size: Annotated[
         list[int] | None,
@@ -89,8 +95,18 @@ def profile(
 def kineto(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="What torch.profiler's export_chrome_trace wrote.")],
     output_file: Annotated[Path, typer.Option("-o", "--output", metavar="HARDWARE.toml", help="Write it here.")],
-    model: Annotated[str, typer.Option("--model", metavar="M", help="What was trained: name, config.json or .toml.")],
-    hardware: Annotated[str, typer.Option("--hardware", metavar="H", help="The machine, whose layers are replaced.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", metavar="M", autocompletion=model_names, help="What was trained: name, config.json or .toml."
+        ),
+    ],
+    hardware: Annotated[
+        str,
+        typer.Option(
+            "--hardware", metavar="H", autocompletion=hardware_names, help="The machine, whose layers are replaced."
+        ),
+    ],
     microbatch_size: Annotated[int, typer.Option(parser=Count, metavar="N", help="Sequences per microbatch.")],
     sequence: Annotated[int, typer.Option("--sequence", "--seq", parser=Count, metavar="N", help="Their tokens.")],
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",

@@ -5,10 +5,14 @@ from typing import Annotated, Any
 import typer
 
 from spipe.cli.common import Force, JsonFile, Output
+from spipe.cli.names import hardware_names, model_names
 
 
 def models(
-    name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A name, config.json, folder or .toml.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", autocompletion=model_names, help="A name, config.json, folder or .toml."),
+    ] = None,
     json_file: JsonFile = None,
     force: Force = False,
 ) -> None:
@@ -30,7 +34,9 @@ def models(
 
 
 def hardware(
-    name: Annotated[str | None, typer.Argument(metavar="[HARDWARE]", help="A name or a .toml file.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[HARDWARE]", autocompletion=hardware_names, help="A name or a .toml file.")
+    ] = None,
     json_file: JsonFile = None,
     force: Force = False,
 ) -> None:

@@ -20,6 +20,7 @@ from spipe.cli.common import (
     whole_number,
     writing,
 )
+from spipe.cli.names import OnlySchedules, hardware_names, model_names
 from spipe.errors import SpipeError
 
 if TYPE_CHECKING:
@@ -33,9 +34,14 @@ LEAST_STEPS = 8
 def tune(
     folder: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="New folder for plans and runs.")],
     model: Annotated[
-        str | None, typer.Option("--model", metavar="M", help="Name, config.json, its folder, or .toml file.")
+        str | None,
+        typer.Option(
+            "--model", metavar="M", autocompletion=model_names, help="Name, config.json, its folder, or .toml file."
+        ),
     ] = None,
-    hardware: Annotated[str | None, typer.Option("--hardware", metavar="H", help="Name or .toml file.")] = None,
+    hardware: Annotated[
+        str | None, typer.Option("--hardware", metavar="H", autocompletion=hardware_names, help="Name or .toml file.")
+    ] = None,
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", parser=Count, metavar="N", help="Sequences per training step.")
     ] = None,
@@ -47,7 +53,7 @@ def tune(
         typer.Option("--plan", metavar="PLAN", help="Begin with this plan; it also says what is not given here."),
     ] = None,
     ranks: Annotated[int | None, typer.Option(parser=Count, metavar="N", help="Use exactly so many ranks.")] = None,
-    schedule: Annotated[list[str] | None, typer.Option(help="Only this schedule; may be repeated.")] = None,
+    schedule: OnlySchedules = None,
     microbatch_size: Annotated[
         int | None, typer.Option(parser=Count, metavar="N", help="Sequences per microbatch.")
     ] = None,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spipe.cli.common import Force, JsonFile, Output, load_override, progress
+from spipe.cli.names import hardware_names
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +19,10 @@ def validate(
     hardware: Annotated[
         str | None,
         typer.Option(
-            "--hardware", metavar="CLUSTER", help="Only this cluster's rows, on this hardware (name or file)."
+            "--hardware",
+            metavar="CLUSTER",
+            autocompletion=hardware_names,
+            help="Only this cluster's rows, on this hardware (name or file).",
         ),
     ] = None,
     fit: Annotated[

@@ -60,7 +60,8 @@ def timeline(
         low, high = window_s
         if not 0 <= low < high or low >= metrics.duration_s:
             raise SpipeError(
-                f"window {low:g} to {high:g} s should lie within the step, which takes {metrics.duration_s:.4g} s"
+                f"window {1e3 * low:g} to {1e3 * high:g} ms should lie within the step, which takes "
+                f"{1e3 * metrics.duration_s:.4g} ms"
             )
         begin, finish = begin + low, min(begin + high, finish)
     wanted = list(range(timed.program.layout.num_ranks)) if ranks is None else list(ranks)

@@ -63,7 +63,11 @@ def search(**changes: str) -> list[str]:
         (["whatif", *search()[1:], "--hardware", "laptop"], r"two kinds of hardware are called laptop"),
         (["whatif", *search(hardware="laptop:cpu.cores")[1:]], r"'cpu.cores' should be KEY=VALUE"),
         (["whatif", *search(hardware="laptop:cpu.core=2")[1:]], r"unknown key 'core'; nearest: .*cores"),
+        (["whatif", *search(hardware="=laptop")[1:]], r"label before = is empty; write LABEL=laptop, or laptop alone"),
+        (["whatif", *search(hardware="laptop:cpu.usable_memory_gib=64")[1:]], r"usable_memory_gib = 64 should not"),
+        (["whatif", *search(hardware="rtx4090x8:price.date=2026-13")[1:]], r"price.date = '2026-13' should be a month"),
         (["whatif", *search(upgrade="ram")[1:]], r"unknown upgrade 'ram'"),
+        (["whatif", *search(upgrade="none")[1:], "--upgrade", "dram"], r"none and --upgrade dram contradict"),
         (["whatif", *search(figure="x.gif")[1:]], r"x.gif: a figure's name should end in"),
         (search(output="no-such-folder/plan.json"), r"there is no folder no-such-folder"),
         (["search", "--model", "tiny"], r"Missing option '--hardware'"),
@@ -357,7 +361,7 @@ def test_simulating_on_hardware_that_is_too_small(refused: Refused, plan_file: P
         ('links = [{a="gpu*", b="ram", bandwidth_gb_per_s=3}]', "unknown node 'ram'; allowed: gpu, switch"),
         ("cpu = {memory_bandwidth_gb_per_s=0}", "cpu.memory_bandwidth_gb_per_s = 0 should be greater than 0"),
         ("cpu = {memory_gb=0}", "cpu.memory_gb = 0 should be greater than 0"),
-        ("cpu = {usable_memory_gb=900}", "usable_memory_bytes = 9e+11 should not exceed memory_bytes = 5.12e+11"),
+        ("cpu = {usable_memory_gb=900}", "usable_memory_gb = 900 should not exceed memory_gb = 512"),
         ("accelerator = {memory_gib=-32}", "accelerator.memory_gib = -32 should be greater than 0"),
     ],
 )
@@ -448,3 +452,37 @@ def test_a_missing_package_is_named_with_its_extra(
     words = [{"PLAN": plan_file, "TEXT": text}.get(word, word) for word in arguments]
     assert message in refused(*words, *(["--sequence", "32"] if words[0] == "search" else []))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "torch", ["raise ImportError('libcudart.so.12: cannot open shared object file')", "import _no_such_part_of_torch"]
+)
+@pytest.mark.parametrize(
+    "arguments", [("run", "plan.json", "--steps", "1", "-o", "run"), ("sample", "run", "--prompt", "a")], ids=" ".join
+)
+def test_where_torch_cannot_be_imported_the_message_says_so(
+    plan_file: Path, tmp_path: Path, torch: str, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "broken" / "torch").mkdir(parents=True)
+    (tmp_path / "broken" / "torch" / "__init__.py").write_text(torch + "\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "spipe", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "broken"), *sys.path])},
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "PyTorch cannot be imported" in done.stderr
+    assert "pip install torch" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_import_that_fails_for_another_reason_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(arguments: object) -> None:
+        raise ImportError("cannot import name 'x'", name="spipe.y")
+
+    monkeypatch.setattr("spipe.cli._run", broken)
+    with pytest.raises(ImportError):
+        main([])

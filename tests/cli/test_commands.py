@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from spipe import __version__
 from spipe.metrics import CAUSES
 from spipe.model import MODELS
 from spipe.plan import Plan
+from spipe.schedules import SCHEDULES
 from spipe.trace import Trace
 
 from .conftest import Command
@@ -178,6 +181,30 @@ def test_interrupt_ends_with_130() -> None:
     assert "Traceback" not in err
 
 
-def test_completion_of_the_shell(tmp_path: Path) -> None:
-    done = spipe(_SPIPE_COMPLETE="complete_bash", COMP_WORDS="spipe sim", COMP_CWORD="1")
-    assert done.stdout.split() == ["simulate"]
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("sim", ["simulate"]),
+        ("search --schedule z", ["zb-h1"]),
+        ("search --model llama3", ["llama3-8b"]),
+        ("whatif --hardware v100x", ["v100x4"]),
+        ("simulate plan.json --hardware lap", ["laptop"]),
+        ("models tin", ["tiny"]),
+        ("hardware a100", ["a100x8"]),
+        ("plot abl", ["ablation"]),
+    ],
+)
+def test_completion_of_the_shell(words: str, offered: list[str]) -> None:
+    position = str(len(words.split()))
+    done = spipe(_SPIPE_COMPLETE="complete_bash", COMP_WORDS=f"spipe {words}", COMP_CWORD=position)
+    assert done.stdout.split() == offered
+
+
+def test_the_version_is_said(command: Command) -> None:
+    assert command("--version").out == f"spipe {__version__}\n"
+
+
+@pytest.mark.parametrize("name", ["search", "whatif", "tune"])
+def test_help_names_every_schedule(command: Command, name: str) -> None:
+    (described,) = re.findall(r"--schedule NAME(.*?)--", command(name, "--help").out, re.DOTALL)
+    assert set(SCHEDULES) <= set(re.split(r"[\s:;,()]+", described))

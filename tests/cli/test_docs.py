@@ -8,10 +8,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import jupytext
+import nbformat
 import pytest
 import typer
 
 from spipe.cli.app import app
+from spipe.schedules import SCHEDULES
 
 try:
     from typer._click.exceptions import UsageError
@@ -23,6 +26,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 PAGES = [page for page in PAGES if "generated" not in page.parts]
 RUN_ELSEWHERE = {"README.md", "docs/train.md"}  # by tests of their own
 QUICK = {"docs/howto/schedule.md"}
+_COMMAND = r"(?:spipe|python|make|mpirun|srun|sbatch|torchrun|pip) "
 _BLOCK = re.compile(r"(?:^<!-- needs: ([^\n]*) -->\n)?^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -77,7 +81,48 @@ def test_the_check_of_options_finds_a_wrong_one() -> None:
 def test_blocks_that_are_not_run_say_what_they_need() -> None:
     marked = [needs for page in PAGES for needs, *_ in _BLOCK.findall(page.read_text()) if needs]
     assert len(marked) >= 3
-    assert set(marked) <= {"a network", "GPUs", "Slurm and GPUs", "a trace of your own program"}
+    assert set(marked) <= {
+        "a network", "GPUs", "Slurm and GPUs", "a trace of your own program", "time", "a clone", "a clone and time",
+        "the table of published runs",
+    }  # fmt: skip
+
+
+def unfenced(text: str) -> list[str]:
+    """Commands in indented blocks and in fenced blocks of another language: nobody runs them."""
+    rest = re.sub(_BLOCK, lambda block: "" if block[2] == "sh" else block[3], text)
+    return re.findall(rf"^(?: {{4}})?({_COMMAND}.*)$", rest, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if name(page) not in RUN_ELSEWHERE], ids=name)
+def test_every_command_block_is_run_or_says_what_it_needs(page: Path) -> None:
+    assert not unfenced(page.read_text())
+
+
+def test_the_check_of_blocks_finds_commands_that_are_not_run() -> None:
+    assert unfenced("Indented:\n\n    spipe models\n") == ["spipe models"]
+    assert unfenced("```text\nmake demo\n```\n") == ["make demo"]
+    assert not unfenced("`spipe models`, and:\n\n```sh\nspipe models\n```\n")
+
+
+def test_make_docs_shows_what_make_notebooks_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder,) = re.findall(r"^NOTEBOOK_FLAGS := --executed (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import docs_pages
+
+    monkeypatch.setattr(docs_pages, "ROOT", tmp_path)
+    script = tmp_path / "notebooks" / "n.py"
+    for path in (script, tmp_path / folder / "n.ipynb"):
+        path.parent.mkdir(parents=True)
+    script.write_text("# %% [markdown]\n# # Title\n\n# %%\nprint(6 * 7)\n")
+    assert "`make notebooks`" in docs_pages.notebook(script)
+    executed = jupytext.read(script)
+    executed.cells[1].outputs = [nbformat.v4.new_output("stream", text="42\n")]
+    nbformat.write(executed, tmp_path / folder / "n.ipynb")
+    page = docs_pages.notebook(script)
+    assert "```text\n42\n```" in page
+    assert "`make notebooks`" not in page
+    script.write_text(script.read_text().replace("7", "8"))  # which has not been executed
+    assert "42" not in docs_pages.notebook(script)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +176,14 @@ def test_every_command_is_in_a_page() -> None:
     names = set(group.commands)  # type: ignore[attr-defined]
     assert {"profile", "kineto", "tune", "report", "whatif"} <= names
     assert not {command for command in names if f"spipe {command}" not in text}
+
+
+def test_every_schedule_has_its_usual_name_in_a_page() -> None:
+    rows = re.findall(r"^\| .* \| (.*) \|$", (ROOT / "docs" / "concepts.md").read_text(), re.MULTILINE)
+    for schedule in SCHEDULES.values():
+        mine = [row for row in rows if f"`{schedule.name}`" in row]
+        assert mine
+        assert all(("only simulated" in row) == schedule.simulated_only for row in mine)
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:

@@ -1,11 +1,14 @@
 """What if: offers, upgrades, prices, what does not fit and why."""
 
+import io
 import math
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from spipe import plots
+from spipe.cli.buying import show_rows
 from spipe.hardware import HardwareSpec, load_hardware
 from spipe.model import load_model
 from spipe.sim.whatif import HOURS_PER_MONTH, UPGRADES, most_helpful, what_if
@@ -59,6 +62,43 @@ def test_dollars_follow_from_prices_and_speed(rows: list[dict[str, Any]]) -> Non
     dram = next(row for row in rows if row["upgrade"] == "dram")
     assert dram["purchase_dollars"] - base["purchase_dollars"] == price.upgrade_dollars["dram"]
     assert next(row for row in rows if row["upgrade"] == "pcie")["purchase_dollars"] is None  # no price of it
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({}, "17"),
+        ({"price.rent_dollars_per_hour": 0}, "never"),
+        ({"price.power_watts": 1e6}, "never"),
+        ({"price.purchase_dollars": None}, "?"),
+        ({"price.rent_dollars_per_hour": None}, "?"),
+        ({"cpu.memory_gib": 0.01, "accelerator.memory_gib": 0.01}, ""),
+    ],
+)
+def test_break_even_is_a_month_never_unknown_or_of_no_plan(changes: dict[str, Any], shown: str) -> None:
+    host = load_hardware("rtx4090x8").resized(ranks_per_host=2).override(changes)
+    rows = what_if([load_model("tiny")], [("host", host)], upgrades=(), **QUICK)
+    console = Console(record=True, width=140, file=io.StringIO())
+    show_rows(console, rows, most_helpful(rows), {"host": host})
+    line = next(line for line in console.export_text().splitlines() if "│ host " in line)
+    assert line.split("│")[-2].strip() == shown
+    assert (rows[0]["break_even_month"] is None) == (shown != "17")
+
+
+def test_accelerators_that_are_paid_for_and_not_used_are_said() -> None:
+    host = load_hardware("rtx4090x8").resized(ranks_per_host=4)
+    (row,) = rows = what_if([load_model("tiny")], [("host", host)], upgrades=(), **{**QUICK, "num_ranks": 1})
+    assert (row["accelerators_used"], row["accelerators"]) == (1, 4)
+    console = Console(record=True, width=140, file=io.StringIO())
+    show_rows(console, rows, {}, {"host": host})
+    assert "tiny on host uses 1 of 4 accelerators; the whole host is paid for" in console.export_text()
+
+
+def test_where_no_upgrade_helps_words_say_so(rows: list[dict[str, Any]]) -> None:
+    base, better = rows[0], {**rows[0], "upgrade": "dram", "gain": 0.001}
+    assert most_helpful([base, better])["tiny", "host"] == "none: no upgrade that was tried gains 0.5 %"
+    short = {**base, "feasible": False}
+    assert most_helpful([short, {**better, "feasible": False}])["tiny", "host"].endswith("makes it fit")
 
 
 def test_upgrades_change_what_they_say() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spipe.cli.common import Force, HardwareOverride, new_file, progress, whole_number, writing
+from spipe.cli.common import Force, HardwareOverride, new_file, progress, replacing, whole_number
 from spipe.cli.inputs import expect, load_result, plan_of, timed_step, what_is
 from spipe.errors import SpipeError
 
@@ -218,8 +218,8 @@ def plot(
         ) from None
     from spipe import plots
 
-    with writing(output):
-        plots.save(figure, output)
+    with replacing(output) as new:
+        plots.save(figure, new)
     progress(f"wrote {output}")
 
 

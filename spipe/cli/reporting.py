@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spipe.cli.common import Force, HardwareOverride, load_override, new_file, progress, writing
+from spipe.cli.common import Force, HardwareOverride, load_override, new_file, progress, replacing
 from spipe.cli.inputs import expect, plan_of
 from spipe.errors import SpipeError
 
@@ -51,8 +51,8 @@ def report(
     is_run = expect(source, ("run", "plan", "search"), "a report") == "run"
     timed, facts = _of_run(source, hardware) if is_run else _of_plan(source, hardware)
     text = page(timed, facts)
-    with writing(output):
-        output.write_text(text, encoding="utf-8")
+    with replacing(output) as new:
+        new.write_text(text, encoding="utf-8")
     progress(f"wrote {output} ({len(text) / 1e6:.1f} MB)")
 
 

@@ -46,6 +46,12 @@ LANE_TITLES = {
 """Lanes in words, in the order in which they are shown."""
 
 
+def name_of(path: Path) -> str:
+    """What figures call a folder or a file of results; bytes that are no text become ``?``."""
+    name = path.resolve().name if path.is_dir() else path.stem
+    return name.encode("utf-8", "replace").decode("utf-8")
+
+
 @dataclass(frozen=True)
 class TimedStep:
     """One step of a trace.
@@ -89,7 +95,7 @@ class TimedStep:
         from spipe.plan import Plan
 
         plan, trace = Plan.load(folder / "plan.json"), Trace.load(folder / "trace.json")
-        return cls.of(folder.resolve().name, plan, trace, step, str(folder))
+        return cls.of(name_of(folder), plan, trace, step, str(folder))
 
     def metrics(self) -> StepMetrics:
         """Times and attributed idleness of the step."""

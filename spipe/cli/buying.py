@@ -81,7 +81,7 @@ def whatif(
     from spipe.sim.whatif import UPGRADES, most_helpful, what_if
 
     if figure is not None:
-        plots.check_suffix(figure)
+        plots.check_figure(figure)
     known = [known.name for known in UPGRADES]
     for name in upgrade or ():
         if name not in (*known, "none"):

@@ -122,7 +122,7 @@ def compare(
 
     output = Output(json_file, force, (trace_file, figure))
     if figure is not None:
-        plots.check_suffix(figure)
+        plots.check_figure(figure)
     chosen = load_plan(plan)
     override = load_override(hardware) or chosen.hardware
     run_plan, trace = load_run(run_folder)

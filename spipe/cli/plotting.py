@@ -10,6 +10,7 @@ import typer
 from spipe.cli.common import Force, HardwareOverride, new_file, progress, replacing, whole_number
 from spipe.cli.inputs import expect, load_result, plan_of, timed_step, what_is
 from spipe.errors import SpipeError
+from spipe.timed import name_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +51,7 @@ def _idle(request: Request) -> "Figure":
 
     results = {}
     for path in request.inputs:
-        name = path.name if path.is_dir() else path.stem
+        name = name_of(path)
         if name in results:
             raise SpipeError(f"two inputs are called {name}, by which the figure tells them apart; rename one")
         found = expect(path, ("simulate", "run", "plan", "search"), "idle")
@@ -134,7 +135,7 @@ def _scaling(request: Request) -> "Figure":
 def _ablation(request: Request) -> "Figure":
     from spipe import plots
 
-    return plots.ablation([(path.name if path.is_dir() else path.stem, _step_of(path)[1]) for path in request.inputs])
+    return plots.ablation([(name_of(path), _step_of(path)[1]) for path in request.inputs])
 
 
 KINDS: dict[str, tuple[str, Callable[[Request], "Figure"]]] = {
@@ -184,9 +185,9 @@ def plot(
     force: Force = False,
 ) -> None:
     # The help text lists the kinds, so that it is put together below.
-    from spipe.plots.style import check_suffix
+    from spipe.plots.style import check_figure
 
-    check_suffix(output)
+    check_figure(output)
     kind, paths = inputs[0], [Path(text) for text in inputs]
     if kind in KINDS and (len(paths) > 1 or not paths[0].exists()):
         paths = paths[1:]

@@ -1,7 +1,10 @@
 """What all figures share: size, type, colours that colour-blind readers tell apart, and how they are written."""
 
+import os
+import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,6 +50,8 @@ _RC: dict[Any, Any] = {
     "axes.formatter.useoffset": False,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
+    "text.parse_math": False,  # names of folders may hold a $
+    "text.usetex": False,
     "svg.hashsalt": "spipe",
     "svg.fonttype": "path",
     "pdf.fonttype": 42,
@@ -55,12 +60,21 @@ _RC: dict[Any, Any] = {
 
 def need_matplotlib() -> None:
     """Raises SpipeError with what to install if matplotlib is missing."""
+    if sys.modules.get("matplotlib") is not None:
+        return
+    backend = os.environ.pop("MPLBACKEND", None)  # if it names none, matplotlib cannot be imported; no figure needs it
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib
     except ImportError as error:
         raise SpipeError(
             f"figures need matplotlib, which cannot be imported ({error}); pip install matplotlib"
         ) from None
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+    if backend is not None:
+        with suppress(ValueError):
+            matplotlib.rcParams["backend"] = backend
 
 
 @contextmanager
@@ -69,7 +83,8 @@ def style() -> Iterator[None]:
     need_matplotlib()
     import matplotlib
 
-    with matplotlib.rc_context(_RC):
+    with matplotlib.rc_context(_RC), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a name in a script without a font here
         yield
 
 
@@ -82,14 +97,15 @@ def new_figure(width: float, height: float) -> "Figure":
 
 def save(figure: "Figure", path: Path) -> None:
     """Write a figure; the same data give the same bytes."""
-    check_suffix(path)
+    check_figure(path)
     empty = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with style():
         figure.savefig(path, dpi=150, metadata=empty[path.suffix])
 
 
-def check_suffix(path: Path) -> None:
-    """Raises SpipeError unless a figure can be written under this name."""
+def check_figure(path: Path) -> None:
+    """Raises SpipeError unless figures can be drawn, and one can be written under this name: asked before the work."""
+    need_matplotlib()
     if path.suffix not in SUFFIXES:
         raise SpipeError(f"{path}: a figure's name should end in {', '.join(SUFFIXES)}")
 

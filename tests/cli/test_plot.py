@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from spipe.memory import memory
 from spipe.model import MODELS
 from spipe.occupancy import WORKSPACES, occupancy
 from spipe.plan import Plan, make_plan
-from spipe.plots.timeline import COLUMNS, boxes_of, covered
+from spipe.plots.timeline import COLUMNS, boxes_of, covered, slices
 from spipe.sim import calibrate, compare, simulate
 from spipe.timed import TimedStep
 from spipe.trace import Trace
@@ -159,10 +160,35 @@ def test_aggregated_slices_keep_the_time() -> None:
     random = np.random.default_rng(0)
     starts = np.sort(random.uniform(0, 9, 5000))
     ends = starts + random.exponential(0.0005, 5000)
-    share = covered(starts, ends, 10.0)
-    assert share.shape == (COLUMNS,)
-    assert share.sum() * 10.0 / COLUMNS == pytest.approx((ends - starts).sum())
-    assert covered(np.array([2.5]), np.array([7.5]), 10.0).max() == pytest.approx(1.0)
+    edges = slices(starts, 3.001, 10.0)
+    assert (edges[0], edges[-1]) == (0.0, 10.0)
+    assert len(edges) <= COLUMNS + 2
+    assert np.diff(edges)[1:-1] == pytest.approx(0.02)
+    assert 3.001 + edges[1:-1] == pytest.approx(np.round((3.001 + edges[1:-1]) / 0.02) * 0.02)
+    share = covered(starts, ends, edges)
+    assert (share * np.diff(edges)).sum() == pytest.approx((ends - starts).sum())
+    assert covered(np.array([2.5]), np.array([7.5]), edges).max() == pytest.approx(1.0)
+
+
+def test_a_regular_lane_has_the_same_height_everywhere() -> None:
+    for period, busy in ((0.49, 0.3), (0.52, 0.004), (0.0107, 0.9)):
+        starts = np.arange(0, 314, period)
+        share = covered(starts, starts + busy * period, slices(starts, 0.0, 314.0))[:-1]
+        assert share.mean() == pytest.approx(busy, rel=0.1)
+        assert np.abs(share - busy).max() < 0.4 * busy
+
+
+def test_every_chosen_rank_has_its_compute_row_and_every_lane_with_an_op_is_there(run_folder: Path) -> None:
+    timed = TimedStep.of_run(run_folder)
+    begin, end = timed.metrics().window_s
+    drawn_lanes = texts(plots.timeline(timed))
+    for _, lane in boxes_of(timed, begin, end):
+        assert lane in drawn_lanes or lane == "compute"
+    for rank, intervals in enumerate(timed.metrics().idle):
+        start, stop, cause = max(intervals, key=lambda part: part[1] - part[0])
+        words = texts(plots.timeline(timed, window_s=(start - begin, stop - begin), ranks=[rank]))
+        assert {f"rank {rank}  compute", cause, "strip below compute: why it is idle"} <= words
+        assert any("compute lanes 0.0 % busy" in word for word in words)
 
 
 @pytest.mark.slow
@@ -272,8 +298,36 @@ main(["plot", {str(run_folder)!r}, "-o", {str(tmp_path / "a.png")!r}])
     assert "Traceback" not in done.stderr
 
 
-def test_figures_need_no_display(run_folder: Path, tmp_path: Path) -> None:
-    environment = {"PATH": "/usr/bin", "MPLBACKEND": "TkAgg", "PYTHONPATH": ":".join(sys.path), "HOME": str(tmp_path)}
+def test_figures_without_matplotlib_are_refused_before_the_work(
+    refused: Refused, run_folder: Path, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        pytest.fail("worked before it was known that there can be no figure")
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("spipe.sim.compare", work)
+    monkeypatch.setattr("spipe.sim.whatif.what_if", work)
+    figure = ("--figure", tmp_path / "a.png")
+    for command in (
+        ("compare", plan_file, run_folder),
+        ("whatif", "--model", "tiny", "--hardware", "laptop", "--global-batch", 4, "--sequence", 32),
+    ):
+        assert "pip install matplotlib" in refused(*command, *figure)
+
+
+@pytest.mark.parametrize("backend", ["TkAgg", "bogus"])
+def test_figures_need_no_display(run_folder: Path, tmp_path: Path, backend: str) -> None:
+    environment = {"PATH": "/usr/bin", "MPLBACKEND": backend, "PYTHONPATH": ":".join(sys.path), "HOME": str(tmp_path)}
     command = [sys.executable, "-m", "spipe", "plot", str(run_folder), "-o", str(tmp_path / "a.png")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["$\\frac{$", "$x^2$", "漢字", "a_b^c & <d>", "\udcff"])
+def test_names_are_literal_and_never_a_warning(command: Command, run_folder: Path, tmp_path: Path, name: str) -> None:
+    folder = run_folder.rename(tmp_path / name)
+    other = shutil.copytree(folder, tmp_path / "$other$")
+    for kind, *inputs in (("timeline", folder), ("idle", folder, other), ("ablation", folder, other)):
+        drawn(command, kind, *inputs, "-o", tmp_path / f"{kind}.svg")
+    assert command("report", folder, "-o", tmp_path / "a.html").code == 0

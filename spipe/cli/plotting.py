@@ -76,7 +76,7 @@ def _errors(request: Request) -> "Figure":
 
     path = request.one("errors")
     expect(path, ("run",), "errors")
-    measured = timed_step(path, request.step)
+    measured = timed_step(path)
     assert measured.plan is not None
     simulation = sim.simulate(measured.plan, hardware=load_override(request.hardware))
     predicted = TimedStep.of("prediction", measured.plan, simulation.trace, simulation.last_step)
@@ -206,6 +206,9 @@ def plot(
         kind = _USUAL[found]
     if lanes not in ("all", "compute"):
         raise SpipeError(f"--lanes {lanes!r} should be all or compute")
+    _require_used(
+        kind, step=step, window=window, ranks=ranks, lanes=None if lanes == "all" else lanes, hardware=hardware
+    )
     chosen = Request(paths, step, _window(window), _ranks(ranks), lanes, hardware)
     new_file(output, force)
     try:
@@ -242,6 +245,22 @@ Examples:
   spipe plot errors run --hardware hardware.toml -o errors.png
   spipe plot validation.json -o validation.png
 """
+
+
+_USED_BY = {
+    "step": ("timeline", "memory", "idle"),
+    "window": ("timeline",),
+    "ranks": ("timeline",),
+    "lanes": ("timeline",),
+    "hardware": ("timeline", "memory", "idle", "errors"),
+}
+
+
+def _require_used(kind: str, **options: object) -> None:
+    """Raises SpipeError for an option that this kind of figure would ignore."""
+    for name, value in options.items():
+        if value is not None and kind not in _USED_BY[name]:
+            raise SpipeError(f"--{name} is for {', '.join(_USED_BY[name])}; {kind} does not use it: leave it out")
 
 
 def _window(text: str | None) -> tuple[float, float] | None:

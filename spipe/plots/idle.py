@@ -26,7 +26,7 @@ def idle_time(results: Mapping[str, Mapping[str, Any]]) -> "Figure":
         for rank, (busy, causes) in enumerate(zip(result["busy_s"], result["bubbles_by_rank"], strict=True)):
             bars[f"rank {rank}"] = {"busy": busy, **causes}
     shares = {name: _percent(parts) for name, parts in bars.items()}
-    shown = [part for part in ("busy", *CAUSES) if any(parts.get(part, 0.0) >= 0.05 for parts in shares.values())]
+    shown = [part for part in ("busy", *CAUSES) if any(parts.get(part, 0.0) > 1e-6 for parts in shares.values())]
     with style():
         figure = new_figure(10.5, 1.35 + 0.46 * len(bars))
         whole, idle = figure.subplots(1, 2, sharey=True, width_ratios=[1, 1.4])
@@ -37,7 +37,11 @@ def idle_time(results: Mapping[str, Mapping[str, Any]]) -> "Figure":
         whole.set(xlim=(0, 100), xlabel="time of all compute lanes (%)")
         idle.set(xlim=(0, 1.12 * max(most, 0.1)), xlabel="idle time alone (% of the same)")
         idle.tick_params(axis="y", length=0)
-        legend(figure, {part: BUSY if part == "busy" else CAUSE_COLOURS[part] for part in shown}, columns=11)
+        legend(
+            figure,
+            {part: BUSY if part == "busy" else CAUSE_COLOURS[part] for part in shown},
+            columns=11 if len(shown) < 10 else 6,
+        )
     return figure
 
 

@@ -263,6 +263,9 @@ def test_bad_input_is_named(
         (("timeline", run_folder, "--window", "9e9:9e10", *figure), "should lie within the step"),
         (("timeline", run_folder, "--ranks", "7", *figure), "rank 7 is not in the plan; it has 0 to 1"),
         (("timeline", run_folder, "--lanes", "none", *figure), "should be all or compute"),
+        (("idle", run_folder, "--window", "0:5", *figure), "--window is for timeline; idle does not use it"),
+        (("memory", run_folder, "--ranks", "0", *figure), "--ranks is for timeline; memory does not use it"),
+        (("predicted", validation, "--step", "1", *figure), "--step is for timeline, memory, idle; predicted does not"),
     ):
         assert message in refused("plot", *arguments)
     assert not (tmp_path / "a.png").exists()
@@ -272,18 +275,23 @@ def test_traces_that_are_empty_partial_or_of_another_plan(refused: Refused, run_
     whole = Trace.load(run_folder / "trace.json")
     for change, message in (
         ("empty", "the trace is empty"),
-        ("partial", "no step of the trace is complete"),
+        ("partial", "the trace is not complete"),
+        ("simulated", "a simulated trace, not what a run measured"),
+        ("timeless", "of the trace takes no time"),
         ("other", "it belongs to another plan"),
     ):
         trace = Trace("measured", whole.names, whole.ranks, whole.lanes)
-        if change == "partial":
-            for row in range(5):
-                trace.add(0, whole.op[row], whole.ready_s[row], whole.start_s[row], whole.end_s[row])
+        for row in {"partial": range(5), "simulated": range(len(whole)), "timeless": range(len(whole))}.get(change, ()):
+            times = (whole.ready_s[row], whole.start_s[row], whole.end_s[row])
+            trace.add(whole.step[row], whole.op[row], *((0.0, 0.0, 0.0) if change == "timeless" else times))
+        if change == "simulated":
+            trace.source = change
         if change == "other":
             trace.names = [name.replace(" m", " m1") for name in whole.names]
         trace.save(run_folder / "trace.json")
         for kind in ("timeline", "memory", "idle", "errors"):
             assert message in refused("plot", kind, run_folder, "-o", tmp_path / "a.png")
+        assert message in refused("report", run_folder, "-o", tmp_path / "a.html")
 
 
 def test_without_matplotlib_the_message_says_what_to_install(run_folder: Path, tmp_path: Path) -> None:
@@ -331,3 +339,24 @@ def test_names_are_literal_and_never_a_warning(command: Command, run_folder: Pat
     for kind, *inputs in (("timeline", folder), ("idle", folder, other), ("ablation", folder, other)):
         drawn(command, kind, *inputs, "-o", tmp_path / f"{kind}.svg")
     assert command("report", folder, "-o", tmp_path / "a.html").code == 0
+
+
+def test_the_idle_total_is_all_idle_time() -> None:
+    bubbles = {"fill": 10.0, "drain": 0.04, "upstream": 0.04, "memory": 0.04}
+    result = {"busy_s": [89.88], "bubbles": bubbles, "predicted": {"step_s": 100.0}}
+    assert {"10.1 %", "drain"} <= texts(plots.idle_time({"a": result}))
+
+
+def test_errors_of_ops_agree_with_compare(run_folder: Path) -> None:
+    plan, trace = Plan.load(run_folder / "plan.json"), Trace.load(run_folder / "trace.json")
+    for row, step in enumerate(trace.step):  # every step is another, and the typical one tells little
+        trace.end_s[row] += 0.3 * step * (trace.end_s[row] - trace.start_s[row])
+    result = compare(plan, trace)
+    simulation = result.simulation
+    figure = plots.op_errors(
+        TimedStep.of("prediction", plan, simulation.trace, simulation.last_step), TimedStep.of("run", plan, trace)
+    )
+    for kind in ("FORWARD", "RECOMPUTE", "BACKWARD"):
+        ratio = next(row["ratio"] for row in result.ops if row["kind"] == kind)
+        assert f"{100 * (ratio - 1):+.0f} %" in texts(figure)
+    assert any("average of 3 steps" in word for word in texts(figure))

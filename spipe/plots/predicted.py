@@ -118,10 +118,9 @@ def _totals(axes: "Axes", predicted: TimedStep, measured: TimedStep) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.18 * most)
-    steps = len(_counted(measured))
+    mean = f", mean of {steps}" if (steps := len(_counted(measured))) > 1 else ""
     axes.set(
-        xlabel=f"all ops of a step ({unit}); pale: predicted, full: measured"
-        + (f", average of {steps} steps" if steps > 1 else ""),
+        xlabel=f"all ops of a step ({unit}{mean}); pale: predicted, full: measured",
         title="Time of all ops in a step, and how far the prediction is off",
     )
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -143,6 +144,11 @@ def legend(
             columnspacing=1.2,
             handletextpad=0.5,
         )
+
+
+def wrapped(text: str, width: int = 28) -> str:
+    """A name in lines of at most ``width`` letters, so that it leaves room for what it names."""
+    return "\n".join(textwrap.wrap(text, width)) or text
 
 
 def text_on(colour: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from spipe.errors import SpipeError
 from spipe.ops import COMPUTE, Kind
-from spipe.plots.style import CAUSE_COLOURS, GROUP_COLOURS, legend, new_figure, style, text_on, time_unit
+from spipe.plots.style import CAUSE_COLOURS, GROUP_COLOURS, legend, new_figure, style, text_on, time_unit, wrapped
 from spipe.show import seconds
 from spipe.timed import GROUP_OF, GROUPS, TimedStep
 
@@ -162,10 +162,11 @@ def _draw(
     ranks = sorted({rank for rank, _ in rows})
     idle_s = sum(end - start for rank in ranks for start, end, _ in idle[rank])
     part = "" if (begin, finish) == step_s else f"{seconds(finish - begin)} of "
-    axes.set_title(
+    title = (
         f"{timed.name}: {timed.trace.source} step {timed.step}, {part}{seconds(step_s[1] - step_s[0])}, "
         f"compute lanes {100 * (1 - idle_s / (finish - begin) / len(ranks)):.1f} % busy"
     )
+    axes.set_title(wrapped(title, 120))
     entries = {name: GROUP_COLOURS[name] for name in GROUPS if name in used}
     legend(figure, entries, columns=11)
     idle_entries = {cause: CAUSE_COLOURS[cause] for cause in CAUSE_COLOURS if cause in causes}

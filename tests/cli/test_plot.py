@@ -359,4 +359,4 @@ def test_errors_of_ops_agree_with_compare(run_folder: Path) -> None:
     for kind in ("FORWARD", "RECOMPUTE", "BACKWARD"):
         ratio = next(row["ratio"] for row in result.ops if row["kind"] == kind)
         assert f"{100 * (ratio - 1):+.0f} %" in texts(figure)
-    assert any("average of 3 steps" in word for word in texts(figure))
+    assert any("(ms, mean of 3)" in word for word in texts(figure))

@@ -125,9 +125,10 @@ def _scaling(request: Request) -> "Figure":
 
     series: dict[str, list[tuple[int, float]]] = {}
     for path in request.inputs:
-        expect(path, ("plan", "search", "run"), "scaling")
+        found = expect(path, ("plan", "search", "run"), "scaling")
         plan, _, tokens_per_s = _step_of(path)
-        name = f"{plan.model.name}, {plan.schedule}"
+        name = f"{plan.model.name}, {plan.schedule}, {plan.hardware.accelerator.name}"
+        name += ", measured" if found == "run" else ""
         series.setdefault(name, []).append((len(plan.layout.layout().ranks_used), tokens_per_s))
     return plots.scaling(series)
 

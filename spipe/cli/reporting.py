@@ -104,7 +104,17 @@ def _of_run(folder: Path, hardware: str | None) -> "tuple[TimedStep, Facts]":
         numbers["step (predicted)"] = f"{show.seconds(comparison.step_time['predicted_s'])} ({off})"
     title = f"{plan.model.name} on {plan.hardware.name}: {timed.name}"
     environment = _environment({**result, **_start(folder)})
-    return timed, Facts(title, numbers, notes, metrics, comparison, predicted, environment)
+    return timed, Facts(title, numbers, notes, metrics, comparison, predicted, environment, _doubts(timed))
+
+
+def _doubts(timed: "TimedStep") -> list[str]:
+    """What makes the run doubtful, as `spipe calibrate` says it."""
+    from spipe.metrics import step_times
+    from spipe.sim.stability import warnings_of
+    from spipe.trace import WARM_UP_STEPS
+
+    times = [seconds for step, seconds in step_times(timed.program, timed.trace).items() if step >= WARM_UP_STEPS]
+    return warnings_of(timed.program, timed.trace, times, WARM_UP_STEPS) if times else []
 
 
 def _lane_time(timed: "TimedStep") -> float:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from spipe.errors import SpipeError
 from spipe.metrics import CAUSES
-from spipe.plots.style import BUSY, CAUSE_COLOURS, legend, new_figure, style, text_on, wrapped
+from spipe.plots.style import BUSY, CAUSE_COLOURS, legend, new_figure, rows_in, style, text_on, wrapped
 from spipe.show import seconds
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def idle_time(results: Mapping[str, Mapping[str, Any]]) -> "Figure":
     shares = {name: _percent(parts) for name, parts in bars.items()}
     shown = [part for part in ("busy", *CAUSES) if any(parts.get(part, 0.0) > 1e-6 for parts in shares.values())]
     with style():
-        figure = new_figure(10.5, 1.35 + sum(max(0.46, 0.17 * (name.count("\n") + 1)) for name in bars))
+        figure = new_figure(10.5, 1.35 + rows_in(bars, 0.46))
         whole, idle = figure.subplots(1, 2, sharey=True, width_ratios=[1, 1.4])
         _stack(whole, shares, shown, least_labelled=9.0)
         most = _stack(idle, shares, [part for part in shown if part != "busy"], least_labelled=None)

@@ -4,7 +4,7 @@ import os
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -149,6 +149,11 @@ def legend(
 def wrapped(text: str, width: int = 28) -> str:
     """A name in lines of at most ``width`` letters, so that it leaves room for what it names."""
     return "\n".join(textwrap.wrap(text, width)) or text
+
+
+def rows_in(labels: Collection[str], least: float) -> float:
+    """Inches for rows with these labels: ``least`` for each, or what the one of the most lines needs."""
+    return len(labels) * max(least, *(0.18 * (label.count("\n") + 1.5) for label in labels))
 
 
 def text_on(colour: str) -> str:

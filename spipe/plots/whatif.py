@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spipe.errors import SpipeError
-from spipe.plots.style import BLACK, BLUE, ORANGE, SKY, new_figure, style, wrapped
+from spipe.plots.style import BLACK, BLUE, ORANGE, SKY, new_figure, rows_in, style, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,8 +28,7 @@ def what_if(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     with style():
         from matplotlib.ticker import MaxNLocator
 
-        lines = max(2, *(label.count("\n") + 1 for label in labels))
-        figure = new_figure(12.0, 1.4 + (0.26 + 0.155 * lines) * len(bases))
+        figure = new_figure(12.0, 1.4 + rows_in(labels, 0.57))
         speed, cost = figure.subplots(1, 2, sharey=True)
         places = list(range(len(bases)))[::-1]
         speeds, costs = list[tuple[float, str]](), list[tuple[float, str]]()  # per row, where bars end and what it says

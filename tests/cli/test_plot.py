@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 
 from spipe import plots, show
-from spipe.cli.plotting import KINDS
+from spipe.cli.plotting import KINDS, Request
+from spipe.errors import SpipeError
 from spipe.hardware import load_hardware
 from spipe.memory import memory
 from spipe.model import MODELS
 from spipe.occupancy import WORKSPACES, occupancy
 from spipe.plan import Plan, make_plan
+from spipe.plots.scaling import scaling
 from spipe.plots.timeline import COLUMNS, boxes_of, covered, slices
 from spipe.sim import calibrate, compare, simulate
 from spipe.timed import TimedStep
@@ -80,13 +82,18 @@ def test_every_kind_is_drawn(
         "whatif": {"rows": [row, {**row, "upgrade": "dram", "tokens_per_s": 12.0}], "helps": []},
         "adam": {"cases": [{**case, "threads": 1}, {**case, "threads": 2}], "settling": {}},
     }
+    alone = tmp_path / "alone.json"
+    make_plan(
+        plan.model, plan.hardware, num_ranks=1, forward_stages=1, backward_stages=1, global_batch=4, microbatch_size=2,
+        sequence=32, precision="fp32",
+    ).save(alone)  # fmt: skip
     inputs: dict[str, list[Path]] = {
         "timeline": [run_folder],
         "idle": [simulation, run_folder, plan_file],
         "memory": [plan_file],
         "errors": [run_folder],
         "predicted": [validation],
-        "scaling": [plan_file, run_folder],
+        "scaling": [plan_file, alone],
         "ablation": [plan_file, run_folder],
     }
     for name, data in results.items():
@@ -263,6 +270,7 @@ def test_bad_input_is_named(
         (("timeline", run_folder, "--window", "9e9:9e10", *figure), "should lie within the step"),
         (("timeline", run_folder, "--ranks", "7", *figure), "rank 7 is not in the plan; it has 0 to 1"),
         (("timeline", run_folder, "--lanes", "none", *figure), "should be all or compute"),
+        (("scaling", run_folder, *figure), "tiny, spipe, one core, measured: 2 accelerators; give plans, runs or"),
         (("idle", run_folder, "--window", "0:5", *figure), "--window is for timeline; idle does not use it"),
         (("memory", run_folder, "--ranks", "0", *figure), "--ranks is for timeline; memory does not use it"),
         (("predicted", validation, "--step", "1", *figure), "--step is for timeline, memory, idle; predicted does not"),
@@ -360,3 +368,66 @@ def test_errors_of_ops_agree_with_compare(run_folder: Path) -> None:
         ratio = next(row["ratio"] for row in result.ops if row["kind"] == kind)
         assert f"{100 * (ratio - 1):+.0f} %" in texts(figure)
     assert any("(ms, mean of 3)" in word for word in texts(figure))
+
+
+def test_scaling_has_a_line_for_each_kind_of_accelerator(
+    monkeypatch: pytest.MonkeyPatch, plan_file: Path, tmp_path: Path
+) -> None:
+    seen: dict[str, list[tuple[int, float]]] = {}
+    monkeypatch.setattr(plots, "scaling", seen.update)
+    plan = Plan.load(plan_file)
+    other = plan.hardware.replace(accelerator=plan.hardware.accelerator.replace(name="another core"))
+    plan.replace(hardware=other).save(tmp_path / "other.json")
+    KINDS["scaling"][1](Request([plan_file, tmp_path / "other.json"]))
+    assert [(name, len(points)) for name, points in seen.items()] == [
+        ("tiny, spipe, one core", 1),
+        ("tiny, spipe, another core", 1),
+    ]
+    with pytest.raises(SpipeError, match="two numbers of accelerators or more, not a: 2 accelerators; b: 4"):
+        scaling({"a": [(2, 1.0)], "b": [(4, 1.0)]})
+
+
+def assert_readable(figure: Any) -> None:
+    """Ticks, titles and texts lie within the figure, and none on another."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    with plots.style.style():
+        FigureCanvasAgg(figure).draw()
+    words = list(figure.axes[0].get_yticklabels())
+    for axes in figure.axes:
+        low, high = axes.get_xlim()
+        words += [axes.xaxis.label, *axes.texts]
+        words += [label for label in axes.get_xticklabels() if low <= label.get_position()[0] <= high]
+    boxes = [word.get_window_extent() for word in words if word.get_text()]
+    whole = figure.bbox.padded(1.0)
+    for number, box in enumerate(boxes):
+        assert whole.contains(box.x0, box.y0), words
+        assert whole.contains(box.x1, box.y1), words
+        assert not any(box.overlaps(other) for other in boxes[:number]), words
+
+
+def test_long_names_leave_room(run_folder: Path) -> None:
+    name = "a machine with a name of many words, two hosts of four cards each " * 2
+    row = {"model": "m", "upgrade": "", "tokens_per_s": 12_345.0, "feasible": True, "step_s": 1.0,
+           "rent_dollars_per_billion_tokens": 1234.5, "purchase_dollars": 340_000, "break_even_month": 17}  # fmt: skip
+    rows = [{**row, "offer": f"{name} {k}", "model": f"{model}_with_a_name"} for k in "abc" for model in ("one", "two")]
+    rows += [{**rows[0], "upgrade": "dram", "tokens_per_s": 15_000.0}]
+    figure = plots.what_if(rows)
+    assert_readable(figure)
+    assert "$1,234\nto buy: $340,000, even after 17 months" in texts(figure)
+    result = {"busy_s": [90.0], "bubbles": {"fill": 10.0}, "predicted": {"step_s": 100.0}}
+    assert_readable(plots.idle_time({name: result, name + "x": result}))
+    assert_readable(plots.ablation([(name, 2.0), (name, 1.0)]))
+
+
+def test_what_is_usable_is_a_line_or_an_arrow(plan_file: Path) -> None:
+    plan = Plan.load(plan_file)
+    planned = max(memory(plan).rank_bytes)
+    for times, drawn_as in ((2.0, " usable"), (5.0, " \u2191 usable")):
+        accelerator = plan.hardware.accelerator.replace(memory_bytes=times * planned, usable_fraction=1.0)
+        near = plan.replace(hardware=plan.hardware.replace(accelerator=accelerator))
+        simulation = simulate(near)
+        figure = plots.memory_over_time(TimedStep.of("plan", near, simulation.trace, simulation.last_step))
+        assert {text.get_text().split(" usable")[0] + " usable" for text in figure.axes[0].texts[1:]} == {drawn_as}
+        lines = [line for line in figure.axes[0].lines if line.get_color() == "#B00020"]
+        assert len(lines) == (times == 2.0)

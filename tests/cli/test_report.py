@@ -269,3 +269,17 @@ def test_the_timeline_of_50000_ops_in_a_browser(tmp_path: Path) -> None:
     assert max(seen["draw_ms"], seen["searching_ms"]) < 250  # of all steps; measured about 20 on an idle core
     print(f"{seen['ops']} ops, {len(text) / 1e6:.1f} MB: drawn after {seen['drawn_ms']:.0f} ms, "
           f"again in {seen['draw_ms']:.0f} ms")  # fmt: skip
+
+
+def test_a_disturbed_run_is_said_to_be_one(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    trace = Trace.load(run_folder / "trace.json")
+    last = max(trace.step)
+    begin = min(start for start, step in zip(trace.start_s, trace.step, strict=True) if step == last)
+    for row, step in enumerate(trace.step):
+        if step == last:  # twice as slow as the others
+            for column in (trace.ready_s, trace.start_s, trace.end_s):
+                column[row] = begin + 2 * (column[row] - begin)
+    trace.save(run_folder / "trace.json")
+    assert command("report", run_folder, "-o", tmp_path / "a.html").code == 0
+    text = (tmp_path / "a.html").read_text()
+    assert re.search(r"Warning: 1 of 3 steps took over 1.3 times the median", text)

@@ -196,9 +196,12 @@ def draw_lane(
         by_group.setdefault(box.group, []).append(box)
     each = height / tracks
     for group, mine in by_group.items():
-        spans = [(factor * (offset + b.start), factor * max(b.end - b.start, 0.5 * slice_s), top + b.track * each)
-                 for b in mine]  # fmt: skip
-        _rectangles(axes, [(x, y, w, each) for x, w, y in spans], GROUP_COLOURS[group])
+        spans = []
+        for box in mine:
+            wide_s = max(box.end - box.start, 0.5 * slice_s)
+            left = min(box.start, duration - wide_s)  # what ends the step is seen, too
+            spans.append((factor * (offset + left), top + box.track * each, factor * wide_s, each))
+        _rectangles(axes, spans, GROUP_COLOURS[group])
     wide = [box for box in boxes if box.end - box.start > 4 * slice_s]
     at = [factor * (offset + box.start) for box in wide]
     upper = [top + box.track * each for box in wide]

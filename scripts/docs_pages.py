@@ -59,7 +59,7 @@ def pictures() -> None:
     real = {name: simulated("v100x4", *stages) for name, stages in SYSTEMS.items()}
     spipe = timed("SPipe", real["SPipe"])
     picture(plots.timeline(spipe, ranks=[0, 1]), "lanes")
-    picture(plots.timeline(spipe, ranks=[0], window_s=(0.0, 1.2)), "start")
+    picture(plots.timeline(spipe, ranks=[0], window_s=(0.0, 2.4)), "start")
     picture(plots.memory_over_time(spipe), "memory")
     results = {}
     for name, simulation in real.items():

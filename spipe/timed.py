@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spipe.errors import SpipeError
-from spipe.metrics import StepMetrics, analyse, typical_step
+from spipe.metrics import StepMetrics, analyse, step_times, typical_step
 from spipe.ops import Kind
 from spipe.program import Program
 from spipe.trace import Trace
@@ -46,6 +46,12 @@ LANE_TITLES = {
 """Lanes in words, in the order in which they are shown."""
 
 
+def name_of(path: Path) -> str:
+    """What figures call a folder or a file of results; bytes that are no text become ``?``."""
+    name = path.resolve().name if path.is_dir() else path.stem
+    return name.encode("utf-8", "replace").decode("utf-8")
+
+
 @dataclass(frozen=True)
 class TimedStep:
     """One step of a trace.
@@ -70,26 +76,36 @@ class TimedStep:
         """A step of a plan's trace; None: a typical one. ``where``: what messages call it, if not by its name.
 
         Raises:
-            SpipeError: if the step is not there, or the trace is empty or of another plan.
+            SpipeError: if the step is not there or takes no time, or the trace is empty, incomplete or of another plan.
         """
         program, where = plan.program(), where or name
         trace.check_matches(program, where)
         if not len(trace):
             raise SpipeError(f"{where}: the trace is empty: it has no timed op; run or simulate the plan again")
+        trace.check_complete(where)
         if step is None:
             step = typical_step(program, trace)
         elif step not in trace.steps():
             steps = trace.steps()
             raise SpipeError(f"{where}: the trace has no step {step}; it has {steps[0]} to {steps[-1]}")
+        rows = trace.rows(step).values()
+        lasted = max(trace.end_s[row] for row in rows) - min(trace.start_s[row] for row in rows)
+        if not min(step_times(program, trace).get(step, lasted), lasted) > 0:
+            raise SpipeError(f"{where}: step {step} of the trace takes no time; run or simulate the plan again")
         return cls(name, program, trace, step, plan)
 
     @classmethod
     def of_run(cls, folder: Path, step: int | None = None) -> "TimedStep":
-        """A step of a run's folder."""
+        """A step of a run's folder. Raises SpipeError as ``of``, or if its trace is not a measured one."""
         from spipe.plan import Plan
 
         plan, trace = Plan.load(folder / "plan.json"), Trace.load(folder / "trace.json")
-        return cls.of(folder.resolve().name, plan, trace, step, str(folder))
+        if trace.source != "measured":
+            raise SpipeError(
+                f"{folder / 'trace.json'}: a {trace.source} trace, not what a run measured; give the trace itself or "
+                "the plan instead of the folder"
+            )
+        return cls.of(name_of(folder), plan, trace, step, str(folder))
 
     def metrics(self) -> StepMetrics:
         """Times and attributed idleness of the step."""

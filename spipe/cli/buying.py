@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spipe.cli.common import Count, Force, JsonFile, Output, positive, processes, progress, whole_number, writing
+from spipe.cli.common import Count, Force, JsonFile, Output, positive, processes, progress, replacing, whole_number
 from spipe.cli.names import OnlySchedules, hardware_names, model_names
 from spipe.errors import SpipeError, unknown
 
@@ -90,7 +90,7 @@ def whatif(
     from spipe.sim.whatif import UPGRADES, most_helpful, what_if
 
     if figure is not None:
-        plots.check_suffix(figure)
+        plots.check_figure(figure)
     known = [known.name for known in UPGRADES]
     for name in upgrade or ():
         if name not in (*known, "none"):
@@ -114,14 +114,14 @@ def whatif(
         )
     helps = most_helpful(rows)
     if table is not None:
-        with writing(table), table.open("w", newline="") as stream:
+        with replacing(table) as new, new.open("w", newline="") as stream:
             writer = csv.DictWriter(stream, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
         progress(f"wrote {table}")
     if figure is not None:
-        with writing(figure):
-            plots.save(plots.what_if(rows), figure)
+        with replacing(figure) as new:
+            plots.save(plots.what_if(rows), new)
         progress(f"wrote {figure}")
     data = {"rows": rows, "helps": [{"model": m, "offer": o, "upgrade": text} for (m, o), text in helps.items()]}
     output.show(data, lambda console: show_rows(console, rows, helps, dict(offers)))

@@ -16,7 +16,7 @@ from spipe.cli.common import (
     load_override,
     load_plan,
     progress,
-    writing,
+    replacing,
 )
 from spipe.errors import SpipeError
 
@@ -91,8 +91,8 @@ def calibrate(
         judged=judged,
         judged_names=[str(folder) for folder in judge or []],
     )
-    with writing(output_file):
-        result.hardware.save(output_file)
+    with replacing(output_file) as new:
+        result.hardware.save(new)
     progress(f"wrote {output_file}")
     for warning in result.warnings:
         progress(f"warning: {warning}")
@@ -132,7 +132,7 @@ def compare(
 
     output = Output(json_file, force, (trace_file, figure))
     if figure is not None:
-        plots.check_suffix(figure)
+        plots.check_figure(figure)
     chosen = load_plan(plan)
     override = load_override(hardware) or chosen.hardware
     run_plan, trace = load_run(run_folder)
@@ -147,12 +147,12 @@ def compare(
 
     result = sim.compare(chosen, trace, override, summary=run_summary(run_folder))
     if trace_file is not None:
-        with writing(trace_file):
-            save_together(result.windows, trace_file)
+        with replacing(trace_file) as new:
+            save_together(result.windows, new)
         progress(f"wrote {trace_file}")
     if figure is not None:
-        with writing(figure):
-            plots.save(plots.timelines(chosen.program(), result.windows), figure)
+        with replacing(figure) as new:
+            plots.save(plots.timelines(chosen.program(), result.windows), new)
         progress(f"wrote {figure}")
 
     def render(console: "Console") -> None:

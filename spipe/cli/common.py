@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -148,6 +149,24 @@ def writing(path: Path) -> Iterator[None]:
         raise SpipeError(f"{path}: cannot write this file ({error.strerror or error}); give another name") from None
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a name to write, which then becomes ``path``: a write that fails leaves the old file and no stump."""
+    with writing(path):
+        target = Path(os.path.realpath(path))
+        if (path.exists() and not path.is_file()) or not os.access(target.parent, os.W_OK):
+            yield path  # a device, a pipe, or a file where there can be no other
+            return
+        new = target.with_name(f".spipe-{os.getpid()}{target.suffix}")
+        try:
+            yield new
+            if target.exists():
+                shutil.copymode(target, new)
+            os.replace(new, target)
+        finally:
+            new.unlink(missing_ok=True)
+
+
 def _require_no_input(output: Path) -> None:
     """Raises SpipeError if a command would write over a file that it reads."""
     if not output.is_file():
@@ -193,8 +212,8 @@ class Output:
         if self.to_stdout:
             sys.stdout.write(text)
         elif self.file is not None:
-            with writing(self.file):
-                self.file.write_text(text)
+            with replacing(self.file) as new:
+                new.write_text(text)
 
 
 def step_log(

@@ -7,7 +7,7 @@ from typing import Any
 
 from spipe.cli.common import load_override, load_plan
 from spipe.errors import SpipeError
-from spipe.timed import TimedStep
+from spipe.timed import TimedStep, name_of
 
 
 def read_json(path: Path) -> Any:
@@ -98,7 +98,7 @@ def timed_step(path: Path, step: int | None = None, hardware: str | None = None)
 
     simulation = sim.simulate(plan_of(path), hardware=load_override(hardware))
     chosen = simulation.last_step if step is None else step
-    return TimedStep.of(path.stem, simulation.plan, simulation.trace, chosen)
+    return TimedStep.of(name_of(path), simulation.plan, simulation.trace, chosen)
 
 
 def plan_of(path: Path) -> Any:

@@ -19,8 +19,8 @@ from spipe.cli.common import (
     positive,
     processes,
     progress,
+    replacing,
     whole_number,
-    writing,
 )
 from spipe.cli.names import OnlySchedules, hardware_names, model_names
 from spipe.errors import SpipeError, unknown
@@ -188,8 +188,8 @@ def search(
             **fields,
         )
     if plan is not None:
-        with writing(plan):
-            result.plan.save(plan)
+        with replacing(plan) as new:
+            result.plan.save(new)
         progress(f"wrote {plan}")
     output.show(search_data(result), lambda console: show_search(console, result))
 
@@ -321,8 +321,8 @@ def simulate(
 
     simulation = sim.simulate(chosen, hardware=override, num_steps=steps, contention=contention)
     if trace is not None:
-        with writing(trace):
-            simulation.trace.save(trace)
+        with replacing(trace) as new:
+            simulation.trace.save(new)
         progress(f"wrote {trace}")
     data, lines = simulation_data(simulation), list[str]()
     if with_interval:

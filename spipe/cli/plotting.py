@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spipe.cli.common import Force, HardwareOverride, new_file, progress, whole_number, writing
+from spipe.cli.common import Force, HardwareOverride, new_file, progress, replacing, whole_number
 from spipe.cli.inputs import expect, load_result, plan_of, timed_step, what_is
 from spipe.errors import SpipeError
+from spipe.timed import name_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,7 +52,7 @@ def _idle(request: Request) -> "Figure":
 
     results = {}
     for path in request.inputs:
-        name = path.name if path.is_dir() else path.stem
+        name = name_of(path)
         if name in results:
             raise SpipeError(f"two inputs are called {name}, by which the figure tells them apart; rename one")
         found = expect(path, ("simulate", "run", "plan", "search"), "idle")
@@ -76,7 +77,7 @@ def _errors(request: Request) -> "Figure":
 
     path = request.one("errors")
     expect(path, ("run",), "errors")
-    measured = timed_step(path, request.step)
+    measured = timed_step(path)
     assert measured.plan is not None
     simulation = sim.simulate(measured.plan, hardware=load_override(request.hardware))
     predicted = TimedStep.of("prediction", measured.plan, simulation.trace, simulation.last_step)
@@ -125,9 +126,10 @@ def _scaling(request: Request) -> "Figure":
 
     series: dict[str, list[tuple[int, float]]] = {}
     for path in request.inputs:
-        expect(path, ("plan", "search", "run"), "scaling")
+        found = expect(path, ("plan", "search", "run"), "scaling")
         plan, _, tokens_per_s = _step_of(path)
-        name = f"{plan.model.name}, {plan.schedule}"
+        name = f"{plan.model.name}, {plan.schedule}, {plan.hardware.accelerator.name}"
+        name += ", measured" if found == "run" else ""
         series.setdefault(name, []).append((len(plan.layout.layout().ranks_used), tokens_per_s))
     return plots.scaling(series)
 
@@ -135,7 +137,7 @@ def _scaling(request: Request) -> "Figure":
 def _ablation(request: Request) -> "Figure":
     from spipe import plots
 
-    return plots.ablation([(path.name if path.is_dir() else path.stem, _step_of(path)[1]) for path in request.inputs])
+    return plots.ablation([(name_of(path), _step_of(path)[1]) for path in request.inputs])
 
 
 KINDS: dict[str, tuple[str, Callable[[Request], "Figure"]]] = {
@@ -196,9 +198,9 @@ def plot(
     force: Force = False,
 ) -> None:
     # The help text lists the kinds, so that it is put together below.
-    from spipe.plots.style import check_suffix
+    from spipe.plots.style import check_figure
 
-    check_suffix(output)
+    check_figure(output)
     kind, paths = inputs[0], [Path(text) for text in inputs]
     if kind in KINDS and (len(paths) > 1 or not paths[0].exists()):
         paths = paths[1:]
@@ -217,6 +219,9 @@ def plot(
         kind = _USUAL[found]
     if lanes not in ("all", "compute"):
         raise SpipeError(f"--lanes {lanes!r} should be all or compute")
+    _require_used(
+        kind, step=step, window=window, ranks=ranks, lanes=None if lanes == "all" else lanes, hardware=hardware
+    )
     chosen = Request(paths, step, _window(window), _ranks(ranks), lanes, hardware)
     new_file(output, force)
     try:
@@ -230,8 +235,8 @@ def plot(
         ) from None
     from spipe import plots
 
-    with writing(output):
-        plots.save(figure, output)
+    with replacing(output) as new:
+        plots.save(figure, new)
     progress(f"wrote {output}")
 
 
@@ -253,6 +258,22 @@ Examples:
   spipe plot errors run --hardware hardware.toml -o errors.png
   spipe plot validation.json -o validation.png
 """
+
+
+_USED_BY = {
+    "step": ("timeline", "memory", "idle"),
+    "window": ("timeline",),
+    "ranks": ("timeline",),
+    "lanes": ("timeline",),
+    "hardware": ("timeline", "memory", "idle", "errors"),
+}
+
+
+def _require_used(kind: str, **options: object) -> None:
+    """Raises SpipeError for an option that this kind of figure would ignore."""
+    for name, value in options.items():
+        if value is not None and kind not in _USED_BY[name]:
+            raise SpipeError(f"--{name} is for {', '.join(_USED_BY[name])}; {kind} does not use it: leave it out")
 
 
 def _window(text: str | None) -> tuple[float, float] | None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from spipe.cli.common import Count, Force, JsonFile, Output, positive, progress, writing
+from spipe.cli.common import Count, Force, JsonFile, Output, positive, progress, replacing
 from spipe.cli.names import hardware_names, model_names
 from spipe.errors import SpipeError, unknown
 
@@ -84,8 +84,8 @@ def profile(
     with _progress() as report:
         found = profiling.profile(shapes, device=chosen, threads=threads, effort=effort, progress=report)
     hardware = hardware_of(found, output_file.stem)
-    with writing(output_file):
-        hardware.save(output_file)
+    with replacing(output_file) as new:
+        hardware.save(new)
     progress(f"wrote {output_file}")
     for warning in warnings_of(found):
         progress(f"warning: {warning}")
@@ -145,8 +145,8 @@ def kineto(
     blocks = len(times.get(("block", "forward"), ()))
     if blocks % chosen.num_layers:
         progress(f"warning: the trace has {blocks} forwards of blocks, {chosen.name} has {chosen.num_layers} blocks")
-    with writing(output_file):
-        made.save(output_file)
+    with replacing(output_file) as new:
+        made.save(new)
     progress(f"wrote {output_file}")
     rows = []
     for (kind, name), seconds in sorted(times.items()):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spipe.cli.common import Force, HardwareOverride, load_override, new_file, progress, writing
+from spipe.cli.common import Force, HardwareOverride, load_override, new_file, progress, replacing
 from spipe.cli.inputs import expect, plan_of
 from spipe.errors import SpipeError
 
@@ -51,18 +51,18 @@ def report(
     is_run = expect(source, ("run", "plan", "search"), "a report") == "run"
     timed, facts = _of_run(source, hardware) if is_run else _of_plan(source, hardware)
     text = page(timed, facts)
-    with writing(output):
-        output.write_text(text, encoding="utf-8")
+    with replacing(output) as new:
+        new.write_text(text, encoding="utf-8", errors="replace")  # a command line may hold bytes that are no text
     progress(f"wrote {output} ({len(text) / 1e6:.1f} MB)")
 
 
 def _of_plan(path: Path, hardware: str | None) -> "tuple[TimedStep, Facts]":
     from spipe import show, sim
     from spipe.report import Facts
-    from spipe.timed import TimedStep
+    from spipe.timed import TimedStep, name_of
 
     simulation = sim.simulate(plan_of(path), hardware=load_override(hardware))
-    timed = TimedStep.of(path.stem, simulation.plan, simulation.trace, simulation.last_step)
+    timed = TimedStep.of(name_of(path), simulation.plan, simulation.trace, simulation.last_step)
     numbers = {
         "step (simulated)": show.seconds(simulation.step_s),
         "tokens / s": show.count(simulation.tokens_per_s),
@@ -102,9 +102,19 @@ def _of_run(folder: Path, hardware: str | None) -> "tuple[TimedStep, Facts]":
     if comparison is not None:
         off = show.error(comparison.step_time["predicted_s"], comparison.step_time["measured_s"])
         numbers["step (predicted)"] = f"{show.seconds(comparison.step_time['predicted_s'])} ({off})"
-    title = f"{plan.model.name} on {plan.hardware.name}: {folder.resolve().name}"
+    title = f"{plan.model.name} on {plan.hardware.name}: {timed.name}"
     environment = _environment({**result, **_start(folder)})
-    return timed, Facts(title, numbers, notes, metrics, comparison, predicted, environment)
+    return timed, Facts(title, numbers, notes, metrics, comparison, predicted, environment, _doubts(timed))
+
+
+def _doubts(timed: "TimedStep") -> list[str]:
+    """What makes the run doubtful, as `spipe calibrate` says it."""
+    from spipe.metrics import step_times
+    from spipe.sim.stability import warnings_of
+    from spipe.trace import WARM_UP_STEPS
+
+    times = [seconds for step, seconds in step_times(timed.program, timed.trace).items() if step >= WARM_UP_STEPS]
+    return warnings_of(timed.program, timed.trace, times, WARM_UP_STEPS) if times else []
 
 
 def _lane_time(timed: "TimedStep") -> float:

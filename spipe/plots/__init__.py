@@ -11,7 +11,7 @@ from spipe.plots.memory import memory_over_time
 from spipe.plots.predicted import op_errors, predicted_against_measured
 from spipe.plots.residuals import residuals
 from spipe.plots.scaling import scaling
-from spipe.plots.style import check_suffix, save
+from spipe.plots.style import check_figure, save
 from spipe.plots.timeline import timeline
 from spipe.plots.together import timelines
 from spipe.plots.training import training
@@ -20,7 +20,7 @@ from spipe.plots.whatif import what_if
 __all__ = [
     "ablation",
     "adam_roofline",
-    "check_suffix",
+    "check_figure",
     "idle_time",
     "memory_over_time",
     "op_errors",

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from spipe.errors import SpipeError
-from spipe.plots.style import GREEN, GREY, ORANGE, new_figure, style, time_unit
+from spipe.plots.style import GREEN, GREY, ORANGE, new_figure, rows_in, style, time_unit, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,8 +22,9 @@ def ablation(steps: Sequence[tuple[str, float]], title: str = "") -> "Figure":
     factor, unit = time_unit(max(seconds for _, seconds in steps))
     values = [factor * seconds for _, seconds in steps]
     most = max(values)
+    names = [wrapped(steps[0][0]), *(wrapped(f"+ {name}") for name, _ in steps[1:]), "all"]
     with style():
-        figure = new_figure(9.0, 1.0 + 0.5 * (len(steps) + 1))
+        figure = new_figure(9.0, 1.0 + rows_in(names, 0.5))
         axes = figure.add_subplot()
         axes.barh(0, values[0], color=GREY, height=0.6)
         axes.text(values[0] + 0.01 * most, 0, f"{values[0]:.4g} {unit}", va="center", fontsize=8.5)
@@ -39,7 +40,6 @@ def ablation(steps: Sequence[tuple[str, float]], title: str = "") -> "Figure":
         axes.barh(last, values[-1], color=GREY, height=0.6)
         faster = f"{values[-1]:.4g} {unit}, {values[0] / values[-1]:.2f} times as fast"
         axes.text(values[-1] + 0.01 * most, last, faster, va="center", fontsize=8.5)
-        names = [steps[0][0], *(f"+ {name}" for name, _ in steps[1:]), "all"]
         axes.set_yticks(range(last + 1), names)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.32 * most)

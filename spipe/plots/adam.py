@@ -35,6 +35,7 @@ def adam_roofline(result: Mapping[str, Any]) -> "Figure":
         axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
         _curves(axes[0], by_size, "count")
         axes[0].set_xscale("log")
+        axes[0].xaxis.set_major_formatter("{x:.0e}")
         axes[0].set(xlabel=f"parameters ({most_threads} threads)", ylabel="memory traffic (GB/s)")
         if panels == 2:
             _curves(axes[1], by_threads, "threads")

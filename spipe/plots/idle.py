@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from spipe.errors import SpipeError
 from spipe.metrics import CAUSES
-from spipe.plots.style import BUSY, CAUSE_COLOURS, legend, new_figure, style, text_on
+from spipe.plots.style import BUSY, CAUSE_COLOURS, legend, new_figure, rows_in, style, text_on, wrapped
 from spipe.show import seconds
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ def idle_time(results: Mapping[str, Mapping[str, Any]]) -> "Figure":
     bars: dict[str, dict[str, float]] = {}
     for name, result in results.items():
         step_s = result["predicted"]["step_s"]
-        bars[f"{name}\n{seconds(step_s)} a step"] = {"busy": sum(result["busy_s"]), **result["bubbles"]}
+        bars[f"{wrapped(name)}\n{seconds(step_s)} a step"] = {"busy": sum(result["busy_s"]), **result["bubbles"]}
     if len(results) == 1 and len((result := next(iter(results.values()))).get("bubbles_by_rank", ())) > 1:
         for rank, (busy, causes) in enumerate(zip(result["busy_s"], result["bubbles_by_rank"], strict=True)):
             bars[f"rank {rank}"] = {"busy": busy, **causes}
     shares = {name: _percent(parts) for name, parts in bars.items()}
-    shown = [part for part in ("busy", *CAUSES) if any(parts.get(part, 0.0) >= 0.05 for parts in shares.values())]
+    shown = [part for part in ("busy", *CAUSES) if any(parts.get(part, 0.0) > 1e-6 for parts in shares.values())]
     with style():
-        figure = new_figure(10.5, 1.35 + 0.46 * len(bars))
+        figure = new_figure(10.5, 1.35 + rows_in(bars, 0.46))
         whole, idle = figure.subplots(1, 2, sharey=True, width_ratios=[1, 1.4])
         _stack(whole, shares, shown, least_labelled=9.0)
         most = _stack(idle, shares, [part for part in shown if part != "busy"], least_labelled=None)
@@ -37,7 +37,11 @@ def idle_time(results: Mapping[str, Mapping[str, Any]]) -> "Figure":
         whole.set(xlim=(0, 100), xlabel="time of all compute lanes (%)")
         idle.set(xlim=(0, 1.12 * max(most, 0.1)), xlabel="idle time alone (% of the same)")
         idle.tick_params(axis="y", length=0)
-        legend(figure, {part: BUSY if part == "busy" else CAUSE_COLOURS[part] for part in shown}, columns=11)
+        legend(
+            figure,
+            {part: BUSY if part == "busy" else CAUSE_COLOURS[part] for part in shown},
+            columns=11 if len(shown) < 10 else 6,
+        )
     return figure
 
 

@@ -43,11 +43,15 @@ SLICES = 350
 MOST_PANELS = 8
 """Ranks and hosts that get a panel; of more, the fullest."""
 
+FAR = 2.5
+"""Usable memory above so many times what is planned is not drawn to scale."""
+
 
 def memory_over_time(timed: TimedStep) -> "Figure":
     """A panel per rank and per host (of many, the fullest): items in use over time.
 
-    Dashed: what the plan reserves, from the start of a run to its end. Solid: what is usable, where it is near.
+    Dashed: what the plan reserves, from the start of a run to its end. Solid: what is usable; an arrow where it is far
+    above.
     """
     assert timed.plan is not None
     used, report = occupancy(timed), memory(timed.plan)
@@ -89,7 +93,7 @@ def _thinned(times: np.ndarray, items: dict[str, np.ndarray]) -> tuple[np.ndarra
 
 def _panel(axes: "Axes", times: np.ndarray, items: dict[str, np.ndarray], planned: float, capacity: float) -> None:
     top = max(planned, float(np.max(sum(items.values()))) if items else 0.0)
-    near = capacity <= 1.6 * top
+    near = capacity <= FAR * top
     times, items = _thinned(times, items)
     divisor, unit = bytes_unit(top)
     base = np.zeros(len(times))
@@ -115,7 +119,7 @@ def _panel(axes: "Axes", times: np.ndarray, items: dict[str, np.ndarray], planne
             color="#B00020",
         )
     else:
-        axes.text(0, 0.98 * limit, f" usable: {size(capacity)}", va="top", fontsize=7.5, color="#B00020")
+        axes.text(0, 0.98 * limit, f" \u2191 usable {size(capacity)}", va="top", fontsize=7.5, color="#B00020")
     axes.set_xlim(0, end)
     axes.set_ylim(0, limit)
     axes.set_ylabel(f"in use ({unit})")

@@ -5,9 +5,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from spipe.errors import SpipeError
+from spipe.metrics import step_times
 from spipe.ops import Kind
 from spipe.plots.style import GROUP_COLOURS, LIGHT, MARKERS, SERIES, new_figure, style, time_unit
 from spipe.timed import GROUP_OF, GROUPS, TimedStep
+from spipe.trace import WARM_UP_STEPS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,7 +75,8 @@ def _diagonal(axes: "Axes", low: float, high: float) -> None:
 def op_errors(predicted: TimedStep, measured: TimedStep) -> "Figure":
     """Ops of one plan, as simulated and as run: a point per kind, stage and rank, and the error of every group.
 
-    Points are medians over microbatches and steps. The bars are seconds of a step and what the prediction is off.
+    Points are medians over microbatches and steps. The bars are seconds of a step on average over steps, as in
+    ``spipe compare``, and what the prediction is off.
     """
     before, after = _durations(predicted), _durations(measured)
     points = [(key, before[key], after[key]) for key in before if after.get(key, 0.0) > 0 and before[key] > 0]
@@ -115,8 +118,9 @@ def _totals(axes: "Axes", predicted: TimedStep, measured: TimedStep) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.18 * most)
+    mean = f", mean of {steps}" if (steps := len(_counted(measured))) > 1 else ""
     axes.set(
-        xlabel=f"all ops of a step ({unit}); pale: predicted, full: measured",
+        xlabel=f"all ops of a step ({unit}{mean}); pale: predicted, full: measured",
         title="Time of all ops in a step, and how far the prediction is off",
     )
 
@@ -125,20 +129,28 @@ def _durations(timed: TimedStep) -> dict[tuple[int, int, int], float]:
     """(kind, stage, rank) -> median seconds over microbatches, buckets and the steps that count."""
     found: dict[tuple[int, int, int], list[float]] = {}
     program, trace = timed.program, timed.trace
-    first = min(timed.step, 3)
+    counted = _counted(timed)
     for row, i in enumerate(trace.op):
-        if trace.step[row] >= first and program.kind[i] != Kind.FREE:
+        if trace.step[row] in counted and program.kind[i] != Kind.FREE:
             key = (program.kind[i], program.stage[i], program.rank[i])
             found.setdefault(key, []).append(trace.end_s[row] - trace.start_s[row])
     return {key: median(values) for key, values in found.items()}
 
 
 def _group_totals(timed: TimedStep) -> dict[str, float]:
-    """Group -> seconds of all its ops in the step that is meant."""
+    """Group -> seconds of all its ops in a step, on average over the steps that count."""
     totals: dict[str, float] = {}
-    trace = timed.trace
-    for i, row in trace.rows(timed.step).items():
+    trace, counted = timed.trace, _counted(timed)
+    for row, i in enumerate(trace.op):
         kind = Kind(timed.program.kind[i])
-        if kind != Kind.FREE:
-            totals[GROUP_OF[kind]] = totals.get(GROUP_OF[kind], 0.0) + trace.end_s[row] - trace.start_s[row]
+        if trace.step[row] in counted and kind != Kind.FREE:
+            took_s = (trace.end_s[row] - trace.start_s[row]) / len(counted)
+            totals[GROUP_OF[kind]] = totals.get(GROUP_OF[kind], 0.0) + took_s
     return totals
+
+
+def _counted(timed: TimedStep) -> set[int]:
+    """Steps after the warm-up; the step that is meant if there is none, and of a simulation."""
+    if timed.trace.source == "simulated":
+        return {timed.step}
+    return {step for step in step_times(timed.program, timed.trace) if step >= WARM_UP_STEPS} or {timed.step}

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spipe.errors import SpipeError
-from spipe.plots.style import BLUE, ORANGE, SKY, new_figure, style
+from spipe.plots.style import BLUE, ORANGE, SKY, new_figure, style, wrapped
 from spipe.show import seconds
 from spipe.show_measured import quantity
 
@@ -72,7 +72,7 @@ def _runs(axes: "Axes", names: list[str], fitted: list[Mapping[str, Any]], held_
     shown = short if len(set(short)) == len(short) else names
     axes.set_yticks(
         range(len(names)),
-        [f"{text}\n{seconds(measured[name])}" for text, name in zip(shown, names, strict=True)],
+        [f"{wrapped(text)}\n{seconds(measured[name])}" for text, name in zip(shown, names, strict=True)],
         fontsize=8,
     )
     axes.set_ylim(len(names) - 0.4, -0.6)

@@ -14,11 +14,15 @@ def scaling(series: Mapping[str, Sequence[tuple[int, float]]]) -> "Figure":
     """Curves by name: points of (accelerators, tokens per second), each with the line of perfect scaling.
 
     Raises:
-        SpipeError: if there is no point.
+        SpipeError: if no curve has two numbers of accelerators.
     """
     curves = {name: sorted(points) for name, points in series.items() if points}
-    if not curves:
-        raise SpipeError("no point to plot; give plans or results of `spipe search --json`")
+    if all(len({count for count, _ in points}) < 2 for points in curves.values()):
+        found = "; ".join(f"{name}: {points[0][0]} accelerators" for name, points in curves.items()) or "nothing"
+        raise SpipeError(
+            f"scaling needs one model, schedule and accelerator with two numbers of accelerators or more, not {found}; "
+            "give plans, runs or results of `spipe search --json` for more of them"
+        )
     from matplotlib.ticker import LogLocator, NullLocator
 
     counts = sorted({count for points in curves.values() for count, _ in points})

@@ -1,7 +1,11 @@
 """What all figures share: size, type, colours that colour-blind readers tell apart, and how they are written."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import sys
+import textwrap
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,6 +51,8 @@ _RC: dict[Any, Any] = {
     "axes.formatter.useoffset": False,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
+    "text.parse_math": False,  # names of folders may hold a $
+    "text.usetex": False,
     "svg.hashsalt": "spipe",
     "svg.fonttype": "path",
     "pdf.fonttype": 42,
@@ -55,12 +61,21 @@ _RC: dict[Any, Any] = {
 
 def need_matplotlib() -> None:
     """Raises SpipeError with what to install if matplotlib is missing."""
+    if sys.modules.get("matplotlib") is not None:
+        return
+    backend = os.environ.pop("MPLBACKEND", None)  # if it names none, matplotlib cannot be imported; no figure needs it
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib
     except ImportError as error:
         raise SpipeError(
             f"figures need matplotlib, which cannot be imported ({error}); pip install matplotlib"
         ) from None
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+    if backend is not None:
+        with suppress(ValueError):
+            matplotlib.rcParams["backend"] = backend
 
 
 @contextmanager
@@ -69,7 +84,8 @@ def style() -> Iterator[None]:
     need_matplotlib()
     import matplotlib
 
-    with matplotlib.rc_context(_RC):
+    with matplotlib.rc_context(_RC), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a name in a script without a font here
         yield
 
 
@@ -82,14 +98,15 @@ def new_figure(width: float, height: float) -> "Figure":
 
 def save(figure: "Figure", path: Path) -> None:
     """Write a figure; the same data give the same bytes."""
-    check_suffix(path)
+    check_figure(path)
     empty = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with style():
         figure.savefig(path, dpi=150, metadata=empty[path.suffix])
 
 
-def check_suffix(path: Path) -> None:
-    """Raises SpipeError unless a figure can be written under this name."""
+def check_figure(path: Path) -> None:
+    """Raises SpipeError unless figures can be drawn, and one can be written under this name: asked before the work."""
+    need_matplotlib()
     if path.suffix not in SUFFIXES:
         raise SpipeError(f"{path}: a figure's name should end in {', '.join(SUFFIXES)}")
 
@@ -127,6 +144,16 @@ def legend(
             columnspacing=1.2,
             handletextpad=0.5,
         )
+
+
+def wrapped(text: str, width: int = 28) -> str:
+    """A name in lines of at most ``width`` letters, so that it leaves room for what it names."""
+    return "\n".join(textwrap.wrap(text, width)) or text
+
+
+def rows_in(labels: Collection[str], least: float) -> float:
+    """Inches for rows with these labels: ``least`` for each, or what the one of the most lines needs."""
+    return len(labels) * max(least, *(0.18 * (label.count("\n") + 1.5) for label in labels))
 
 
 def text_on(colour: str) -> str:

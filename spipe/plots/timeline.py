@@ -1,7 +1,7 @@
 """Pipeline Gantt: what every lane of every rank does in a step, and why its compute stands still."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from spipe.errors import SpipeError
 from spipe.ops import COMPUTE, Kind
-from spipe.plots.style import CAUSE_COLOURS, GROUP_COLOURS, legend, new_figure, style, text_on, time_unit
+from spipe.plots.style import CAUSE_COLOURS, GROUP_COLOURS, legend, new_figure, style, text_on, time_unit, wrapped
 from spipe.show import seconds
 from spipe.timed import GROUP_OF, GROUPS, TimedStep
 
@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = 700
-"""Slices of the window that a lane of many short ops is aggregated to."""
-LEAST_SHARE = 0.35
+"""Slices of the window that a lane of many short ops is aggregated to, at most."""
+OPS_PER_SLICE = 8
+"""So that how many ops begin in a slice does not change much from one to the next."""
+HAIRLINE = 0.06
+"""Share of its height that a lane is filled to where it is hardly busy, so that it is seen to be busy at all."""
 MOST_ROWS = 36
-"""With more lanes than this, those to all peers of a rank are one, and nearly empty ones are left out."""
+"""With more lanes than this, those to all peers of a rank are one."""
 WIDTH_IN = 11.0
 
 
@@ -70,23 +73,17 @@ def timeline(
             raise SpipeError(f"rank {rank} is not in the plan; it has 0 to {timed.program.layout.num_ranks - 1}")
     many = sum(rank in wanted for rank, _ in timed.lanes()) > MOST_ROWS
     boxes = boxes_of(timed, begin, finish, merge_peers=many)
-    least = {lane: 3e-4 if many or lane in ("control", "commit") else 2e-5 for _, lane in boxes}
-    boxes = {  # lanes with less in them than anyone would see are left out
-        row: mine
-        for row, mine in boxes.items()
-        if sum(box.end - box.start for box in mine) > least[row[1]] * (finish - begin)
-    }
     rows = [
-        row
-        for row in timed.lanes(many)
-        if row[0] in wanted and (lanes == "all" or row[1] == "compute") and boxes.get(row)
+        (rank, lane)
+        for rank, lane in timed.lanes(many)
+        if rank in wanted and (lane == "compute" or (lanes == "all" and (rank, lane) in boxes))
     ]
     if not rows:
-        raise SpipeError(f"{timed.name}: nothing of the chosen ranks lies in the window; choose a longer one")
+        raise SpipeError(f"{timed.name}: the plan gives the chosen ranks nothing to do; choose others")
     idle = [[(max(a, begin) - begin, min(b, finish) - begin, cause) for a, b, cause in rank if b > begin and a < finish]
             for rank in metrics.idle]  # fmt: skip
     with style():
-        return _draw(timed, rows, boxes, idle, metrics.window_s[0], begin, finish, metrics.busy_s)
+        return _draw(timed, rows, boxes, idle, metrics.window_s, begin, finish)
 
 
 def boxes_of(
@@ -128,20 +125,19 @@ def _draw(
     rows: list[tuple[int, str]],
     boxes: dict[tuple[int, str], list[Box]],
     idle: list[list[tuple[float, float, str]]],
-    step_begin: float,
+    step_s: tuple[float, float],
     begin: float,
     finish: float,
-    busy_s: Sequence[float],
 ) -> "Figure":
     heights = [1.0 if lane == "compute" else 0.55 for _, lane in rows]
     strips = [0.28 if lane == "compute" else 0.0 for _, lane in rows]
     gaps = [0.0 if n == 0 else 0.55 if rank != rows[n - 1][0] else 0.12 for n, (rank, _) in enumerate(rows)]
-    unit_in = min(0.34, 26.0 / (sum(heights) + sum(strips) + sum(gaps)))
     total = sum(heights) + sum(strips) + sum(gaps)
+    unit_in = min(0.34, max(26.0 / total, 0.1))
     figure = new_figure(WIDTH_IN, 1.5 + unit_in * total)
     axes = figure.add_subplot()
-    factor, unit = time_unit(finish - step_begin)
-    offset, at = begin - step_begin, 0.0
+    factor, unit = time_unit(finish - step_s[0])
+    offset, at = begin - step_s[0], 0.0
     used: set[str] = set()
     causes: set[str] = set()
     labels: list[tuple[float, str]] = []
@@ -150,9 +146,9 @@ def _draw(
         if gap > 0.5:
             axes.axhline(at + gap / 2, color="#BBBBBB", linewidth=0.6)
         at += gap
-        used |= draw_lane(axes, boxes[rank, lane], at, height, offset, finish - begin, factor)
+        used |= draw_lane(axes, boxes.get((rank, lane), []), at, height, offset, finish - begin, factor)
         if lane == "compute":
-            causes |= draw_idle(axes, idle[rank], at + height, strip, offset, factor)
+            causes |= draw_idle(axes, idle[rank], at + height, strip, offset, finish - begin, factor)
         labels.append((at + height / 2, f"rank {rank}  {lane}" if lane == "compute" else lane))
         at += height + strip
     axes.set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=font)
@@ -164,12 +160,14 @@ def _draw(
     axes.set_xlim(factor * offset, factor * (offset + finish - begin))
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(f"time since the verdict of the step before ({unit})" if _has_before(timed) else f"time ({unit})")
-    whole = sum(busy_s) / len(busy_s)
-    duration = timed.metrics().duration_s
-    axes.set_title(
-        f"{timed.name}: {timed.trace.source} step {timed.step}, {seconds(duration)}, "
-        f"compute lanes {100 * whole / duration:.1f} % busy"
+    ranks = sorted({rank for rank, _ in rows})
+    idle_s = sum(end - start for rank in ranks for start, end, _ in idle[rank])
+    part = "" if (begin, finish) == step_s else f"{seconds(finish - begin)} of "
+    title = (
+        f"{timed.name}: {timed.trace.source} step {timed.step}, {part}{seconds(step_s[1] - step_s[0])}, "
+        f"compute lanes {100 * (1 - idle_s / (finish - begin) / len(ranks)):.1f} % busy"
     )
+    axes.set_title(wrapped(title, 120))
     entries = {name: GROUP_COLOURS[name] for name in GROUPS if name in used}
     legend(figure, entries, columns=11)
     idle_entries = {cause: CAUSE_COLOURS[cause] for cause in CAUSE_COLOURS if cause in causes}
@@ -185,21 +183,26 @@ def draw_lane(
     axes: "Axes", boxes: list[Box], top: float, height: float, offset: float, duration: float, factor: float
 ) -> set[str]:
     """Draw a lane; returns the groups seen in it. Where ops are thinner than a slice, what fills each slice instead."""
+    if not boxes:
+        return set()
     slice_s = duration / COLUMNS
     tracks = 1 + max(box.track for box in boxes)
     short = sum(box.end - box.start < 1.5 * slice_s for box in boxes)
     tall = height >= 1.0
     if len(boxes) > COLUMNS * (2.0 if tall else 0.5) or (len(boxes) > 150 and short > 0.5 * len(boxes) and not tall):
-        _slices(axes, boxes, top, height, offset, duration, factor)
-        return {box.group for box in boxes}
+        parts = [(box.start, box.end, box.group) for box in boxes]
+        return _slices(axes, parts, GROUP_COLOURS, top, height, offset, duration, factor)
     by_group: dict[str, list[Box]] = {}
     for box in boxes:
         by_group.setdefault(box.group, []).append(box)
     each = height / tracks
     for group, mine in by_group.items():
-        spans = [(factor * (offset + b.start), factor * max(b.end - b.start, 0.5 * slice_s), top + b.track * each)
-                 for b in mine]  # fmt: skip
-        _rectangles(axes, [(x, y, w, each) for x, w, y in spans], GROUP_COLOURS[group])
+        spans = []
+        for box in mine:
+            wide_s = max(box.end - box.start, 0.5 * slice_s)
+            left = min(box.start, duration - wide_s)  # what ends the step is seen, too
+            spans.append((factor * (offset + left), top + box.track * each, factor * wide_s, each))
+        _rectangles(axes, spans, GROUP_COLOURS[group])
     wide = [box for box in boxes if box.end - box.start > 4 * slice_s]
     at = [factor * (offset + box.start) for box in wide]
     upper = [top + box.track * each for box in wide]
@@ -230,35 +233,55 @@ def _write(axes: "Axes", box: Box, top: float, height: float, offset: float, dur
 
 
 def _slices(
-    axes: "Axes", boxes: list[Box], top: float, height: float, offset: float, duration: float, factor: float
-) -> None:
-    """Stacked shares of each slice of time: the filled height is the share of it that the lane was busy.
+    axes: "Axes",
+    spans: Sequence[tuple[float, float, str]],
+    colours: Mapping[str, str],
+    top: float,
+    height: float,
+    offset: float,
+    duration: float,
+    factor: float,
+) -> set[str]:
+    """Stacked shares of each slice of time: the filled height is the share of it that (start, end, name) cover.
 
-    Where it was busy at all, at least LEAST_SHARE is filled, so that short ops are seen.
+    Where that is hardly anything, a hairline says that there is something. Returns the names.
     """
-    names = [name for name in GROUPS if any(box.group == name for box in boxes)]
-    share = np.zeros((len(names), COLUMNS))
+    names = [name for name in colours if any(name == found for *_, found in spans)]
+    edges = slices(np.array([start for start, *_ in spans]), offset, duration)
+    share = np.zeros((len(names), len(edges) - 1))
     for number, name in enumerate(names):
-        mine = [box for box in boxes if box.group == name]
-        share[number] = covered(np.array([b.start for b in mine]), np.array([b.end for b in mine]), duration)
+        mine = np.array([(start, end) for start, end, found in spans if found == name])
+        share[number] = covered(mine[:, 0], mine[:, 1], edges)
     busy = share.sum(axis=0)
     share /= np.where(busy > 1, busy, 1.0)  # several at a time: their mix
-    share *= np.where((busy > 0) & (busy < LEAST_SHARE), LEAST_SHARE / np.maximum(busy, 1e-12), 1.0)
-    edges = factor * (offset + np.linspace(0, duration, COLUMNS + 1))
-    bottom = np.full(COLUMNS, top + height)
+    share *= np.where((busy > 0) & (busy < HAIRLINE), HAIRLINE / np.maximum(busy, 1e-12), 1.0)
+    bottom = np.full(len(edges) - 1, top + height)
     for number, name in enumerate(names):
         upper = bottom - height * share[number]
-        axes.stairs(upper, edges, baseline=bottom, fill=True, color=GROUP_COLOURS[name], linewidth=0)
+        axes.stairs(upper, factor * (offset + edges), baseline=bottom, fill=True, color=colours[name], linewidth=0)
         bottom = upper
+    return set(names)
 
 
-def covered(starts: np.ndarray, ends: np.ndarray, duration: float) -> np.ndarray:
-    """Share of each of COLUMNS slices of ``duration`` that the intervals cover, added up over intervals."""
-    edges = np.linspace(0, duration, COLUMNS + 1)
+def slices(starts: np.ndarray, offset: float, duration: float) -> np.ndarray:
+    """Edges of slices of the window (seconds from its start): round numbers of the axis, which begins at ``offset``.
+
+    They are so long that OPS_PER_SLICE begin in each, and at most a two-hundredth of the window.
+    """
+    usual = float(np.median(np.diff(np.sort(starts)))) if len(starts) > 1 else 0.0
+    least = max(duration / COLUMNS, min(OPS_PER_SLICE * usual, duration / 200))
+    power = 10.0 ** math.floor(math.log10(least))
+    length = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least * (1 - 1e-9))
+    inside = np.arange(math.floor(offset / length) + 1, math.ceil((offset + duration) / length)) * length - offset
+    return np.array([0.0, *inside[(inside > 0) & (inside < duration)], duration])
+
+
+def covered(starts: np.ndarray, ends: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Share of each slice between ``edges`` that the intervals cover, added up over intervals."""
     order_s, order_e = np.sort(starts), np.sort(ends)
     # seconds covered before t = sum over intervals of clip(t - start) - clip(t - end)
     before = _ramp(order_s, edges) - _ramp(order_e, edges)
-    return np.asarray(np.diff(before) / (duration / COLUMNS))
+    return np.asarray(np.diff(before) / np.diff(edges))
 
 
 def _ramp(points: np.ndarray, at: np.ndarray) -> np.ndarray:
@@ -269,9 +292,17 @@ def _ramp(points: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def draw_idle(
-    axes: "Axes", idle: list[tuple[float, float, str]], top: float, height: float, offset: float, factor: float
+    axes: "Axes",
+    idle: list[tuple[float, float, str]],
+    top: float,
+    height: float,
+    offset: float,
+    duration: float,
+    factor: float,
 ) -> set[str]:
-    """The thin strip below a compute lane that says why it is idle."""
+    """The thin strip below a compute lane that says why it is idle; returns the causes."""
+    if len(idle) > COLUMNS / 2:
+        return _slices(axes, idle, CAUSE_COLOURS, top, height, offset, duration, factor)
     by_cause: dict[str, list[tuple[float, float, float, float]]] = {}
     for start, end, cause in idle:
         by_cause.setdefault(cause, []).append((factor * (offset + start), top, factor * (end - start), height))

@@ -61,7 +61,7 @@ def timelines(program: Program, windows: "Mapping[str, Window]") -> "Figure":
                 if lane == "compute" and window.idle:
                     begin = window.begin_s
                     idle = [(start - begin, end - begin, why) for start, end, why in window.idle[rank]]
-                    causes |= draw_idle(axes, idle, at, STRIP, 0.0, factor)
+                    causes |= draw_idle(axes, idle, at, STRIP, 0.0, lasts[name], factor)
                     at += STRIP
         font = max(5.0, min(8.0, 36 * unit_in))
         axes.set_yticks([y for y, *_ in ticks], [text for _, text, _ in ticks], fontsize=font)

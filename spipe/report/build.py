@@ -29,6 +29,7 @@ class Facts:
         title: the page's heading.
         numbers: the tiles at the top, name -> value in words.
         notes: what the numbers rest on.
+        warnings: what makes the run doubtful; shown below the tiles.
         metrics: rows of ``metrics.jsonl``, if it is a run.
         comparison: the run held against its prediction, if there is one.
         environment: versions, devices and whatever else reproduces it, name -> value.
@@ -41,6 +42,7 @@ class Facts:
     comparison: "Comparison | None" = None
     predicted: TimedStep | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
 
 
 def report(timed: TimedStep, facts: Facts) -> str:
@@ -49,6 +51,7 @@ def report(timed: TimedStep, facts: Facts) -> str:
     body = [
         f"<h1>{escape(facts.title)}</h1>",
         _tiles(facts.numbers),
+        *(f'<p class="note">Warning: {escape(warning)}.</p>' for warning in facts.warnings),
         _section("Plan", f"<pre>{escape(show.plan_words(timed.plan))}</pre>"),
         _section("Timeline", _timeline(timed)),
         _section("Where the time goes", _idle(timed)),

@@ -19,6 +19,7 @@
   for (let i = 0; i < end.length; i++) high = Math.max(high, end[i]);
   const whole = [low, high];
   let view = data.home.slice();
+  let shown = []; // what the ruler says
   let matches = null, current = -1, chosen = -1, hovered = -1;
 
   // Where each row is, and the idle intervals of each rank.
@@ -49,11 +50,10 @@
   const x = (time) => LEFT + (time - view[0]) / (view[1] - view[0]) * width();
   const timeAt = (pixel) => view[0] + (pixel - LEFT) / width() * (view[1] - view[0]);
 
+  const unitOf = (size) => size >= 1 ? [1, "s"] : size >= 1e-3 ? [1e-3, "ms"] : [1e-6, "µs"];
   function words(seconds) {
-    const size = Math.abs(seconds);
-    if (size >= 1) return seconds.toPrecision(4) + " s";
-    if (size >= 1e-3) return (seconds * 1e3).toPrecision(4) + " ms";
-    return (seconds * 1e6).toPrecision(3) + " µs";
+    const [unit, name] = unitOf(Math.abs(seconds));
+    return (seconds / unit).toPrecision(name === "µs" ? 3 : 4) + " " + name;
   }
 
   function draw() {
@@ -80,19 +80,24 @@
   }
 
   function ruler(w, h) {
+    shown = [];
     const span = view[1] - view[0];
     const rough = span / Math.max(2, width() / 110);
     const power = Math.pow(10, Math.floor(Math.log10(rough)));
     const tick = [1, 2, 5, 10].map((k) => k * power).find((k) => k >= rough);
+    const [unit, name] = unitOf(Math.max(Math.abs(view[0] - data.home[0]), Math.abs(view[1] - data.home[0])));
+    const decimals = Math.max(0, -Math.floor(Math.log10(tick / unit) + 1e-9)); // so that no two ticks read the same
     context.textBaseline = "middle";
     for (let t = Math.ceil((view[0] - data.home[0]) / tick) * tick; t <= view[1] - data.home[0]; t += tick) {
       const at = x(t + data.home[0]);
       context.fillStyle = "#e6e6e6";
-      context.fillRect(at, RULER - 4, 1, h);
+      context.fillRect(Math.round(at), RULER - 4, 1, h);
       context.fillStyle = "#444";
       const last = at > w - 28;
       context.textAlign = last ? "right" : "center";
-      context.fillText(Math.abs(t) < tick / 1e6 ? "0" : words(t).replace(/\.?0+(?= )/, ""), last ? w - 2 : at, 9);
+      const text = Math.abs(t) < tick / 1e6 ? "0" : (t / unit).toFixed(decimals) + " " + name;
+      context.fillText(text, last ? w - 2 : at, 9);
+      shown.push(text);
     }
   }
 
@@ -112,23 +117,55 @@
     });
   }
 
-  function lane(r, w) {
-    const to = data.first[r + 1];
-    let i = bisect(reach, data.first[r], to, view[0]);
-    let run = null; // short ops of one colour that touch are one box: [left, right, colour]
-    const top = tops[r], height = heights[r], perPixel = (view[1] - view[0]) / width();
-    for (; i < to && start[i] <= view[1]; i++) {
-      if (end[i] < view[0]) continue;
-      const colour = data.groups[data.group[op[i]]].colour;
-      const dim = matches && !matches.has(i);
-      const from = x(start[i]), wide = Math.max((end[i] - start[i]) / perPixel, 1);
-      if (wide <= 4 && !matches && i !== chosen && i !== hovered) {
-        if (run && run[2] === colour && from <= run[1] + 0.5) run[1] = Math.max(run[1], from + wide);
-        else run = box(run, [from, from + wide, colour], top, height);
-        continue;
+  // Pieces too short to be told apart: each pixel shows the colour that it is filled with for the longest.
+  const filled = [];
+  function fill(begin, finish, perPixel, colour) {
+    const from = Math.max((begin - view[0]) / perPixel, 0), to = Math.min((finish - view[0]) / perPixel, width());
+    for (let p = Math.floor(from); p <= to; p++) {
+      const share = Math.max(Math.min(to, p + 1) - Math.max(from, p), p === Math.floor(from) ? 1e-9 : 0);
+      if (!share) continue;
+      const pixel = filled[p] || (filled[p] = new Map());
+      pixel.set(colour, (pixel.get(colour) || 0) + share);
+    }
+  }
+  // Paints what was filled and forgets it; `proportional`: as high as the pixel is filled.
+  function paint(top, height, proportional) {
+    const look = (pixel) => {
+      let longest = null, sum = 0;
+      for (const [colour, share] of pixel) {
+        sum += share;
+        if (longest === null || share > pixel.get(longest)) longest = colour;
       }
-      run = box(run, null, top, height);
-      context.globalAlpha = dim ? 0.15 : 1;
+      return [longest, proportional ? Math.max(1, Math.round(height * Math.min(sum, 1))) : height];
+    };
+    let run = null; // pixels that look the same are one box: [left, right, colour, height]
+    filled.forEach((pixel, p) => {
+      const [colour, high] = look(pixel);
+      if (run && run[1] === p && run[2] === colour && run[3] === high) run[1] = p + 1;
+      else { box(run, top); run = [p, p + 1, colour, high]; }
+    });
+    box(run, top);
+    filled.length = 0;
+  }
+  function box(run, top) {
+    if (!run) return;
+    context.fillStyle = run[2];
+    context.fillRect(LEFT + run[0], top, run[1] - run[0], run[3]);
+  }
+
+  function lane(r, w) {
+    const to = data.first[r + 1], top = tops[r], height = heights[r], perPixel = (view[1] - view[0]) / width();
+    const colourOf = (i) => data.groups[data.group[op[i]]].colour;
+    const alone = []; // ops that are drawn one by one
+    for (let i = bisect(reach, data.first[r], to, view[0]); i < to && start[i] <= view[1]; i++) {
+      if (end[i] < view[0]) continue;
+      if ((end[i] - start[i]) / perPixel > 4 || matches || i === chosen || i === hovered) alone.push(i);
+      else fill(start[i], end[i], perPixel, colourOf(i));
+    }
+    paint(top, height, false);
+    for (const i of alone) {
+      const from = x(start[i]), wide = Math.max((end[i] - start[i]) / perPixel, 1), colour = colourOf(i);
+      context.globalAlpha = matches && !matches.has(i) ? 0.15 : 1;
       context.fillStyle = colour;
       const narrow = wide > 4 ? 0.6 : 0;
       context.fillRect(from, top, wide - narrow, height);
@@ -140,22 +177,10 @@
       if (wide > 34) write(i, Math.max(from, LEFT), Math.min(from + wide, w), top + height / 2, colour);
     }
     context.globalAlpha = 1;
-    box(run, null, top, height);
     for (const [, begin, finish, cause] of idle[r]) {
-      if (finish < view[0] || begin > view[1]) continue;
-      context.fillStyle = data.causes[cause].colour;
-      context.fillRect(x(begin), top + height + 1, Math.max((finish - begin) / perPixel, 0.25), STRIP);
+      if (finish >= view[0] && begin <= view[1]) fill(begin, finish, perPixel, data.causes[cause].colour);
     }
-  }
-
-  // Paints a run of short ops, if there is one, and gives the next.
-  function box(run, next, top, height) {
-    if (run) {
-      context.globalAlpha = 1;
-      context.fillStyle = run[2];
-      context.fillRect(run[0], top, run[1] - run[0], height);
-    }
-    return next;
+    paint(top + height + 1, STRIP, true);
   }
 
   function write(i, from, to, middle, colour) {
@@ -333,7 +358,8 @@
   draw();
   // For tests, and for the curious in the console.
   window.spipeTimeline = {
-    ops: op.length, view: () => view.slice(), chosen: () => chosen, find, x, tops, heights,
+    ops: op.length, view: () => view.slice(), chosen: () => chosen, find, x, tops, heights, look,
+    ruler: () => shown,
     place: (i) => [x((start[i] + end[i]) / 2), tops[data.row[op[i]]] + heights[data.row[op[i]]] / 2],
     draw: () => { const begin = performance.now(); draw(); return performance.now() - begin; },
   };

@@ -14,7 +14,7 @@ import pytest
 
 from spipe import sim
 from spipe.cli import main
-from spipe.cli.common import new_file
+from spipe.cli.common import new_file, replacing
 from spipe.errors import SpipeError
 from spipe.runtime.__main__ import main as run_rank
 from spipe.runtime.data import Corpus
@@ -261,6 +261,47 @@ def test_a_disk_that_fills_up(command: Callable[..., Any], plan_file: Path) -> N
         result = subprocess.run(command_line, stdout=stdout, stderr=subprocess.PIPE, text=True)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert "spipe: No space left on device; check that there is room" in result.stderr
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_stump(
+    command: Callable[..., Any], plan_file: Path, run_folder: Path, tmp_path: Path
+) -> None:
+    import resource
+
+    names = ("a.html", "a.svg", "a.json", "t.json", "found.json", "both.svg", "both.json")
+    page, figure, result, trace, found, both, both_trace = (tmp_path / name for name in names)
+    commands = (
+        ("report", plan_file, "-o", page),
+        ("plot", "idle", plan_file, "-o", figure),
+        ("simulate", plan_file, "--json", result),
+        ("simulate", plan_file, "--trace", trace),
+        (*search(), "-o", found),
+        ("compare", plan_file, run_folder, "--figure", both),
+        ("compare", plan_file, run_folder, "--trace", both_trace),
+    )
+    for name in names:
+        (tmp_path / name).write_text("old")
+    before = {path.name for path in tmp_path.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
+    try:
+        done = [command(*arguments, "--force") for arguments in commands]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for output, ended in zip(names, done, strict=True):
+        assert (ended.code, f"{output}: cannot write this file" in ended.err) == (2, True), ended.err
+        assert (tmp_path / output).read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_a_file_that_is_replaced_keeps_its_links_and_its_mode(tmp_path: Path) -> None:
+    old, link = tmp_path / "old.json", tmp_path / "link.json"
+    old.write_text("old")
+    old.chmod(0o640)
+    link.symlink_to(old)
+    with replacing(link) as new:
+        new.write_text("new")
+    assert (link.is_symlink(), old.read_text(), old.stat().st_mode & 0o777) == (True, "new", 0o640)
 
 
 def test_any_error_of_the_system_is_one_message(

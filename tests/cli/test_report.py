@@ -17,6 +17,7 @@ import pytest
 from spipe.hardware import load_hardware
 from spipe.model import MODELS
 from spipe.plan import make_plan
+from spipe.plots.style import CAUSE_COLOURS, GROUP_COLOURS
 from spipe.report import Facts, report
 from spipe.sim import simulate
 from spipe.timed import TimedStep
@@ -172,6 +173,25 @@ PROBE = """
   const across = canvas.getContext("2d").getImageData(from, Math.round(lane[1] * scale), wide, 1).data;
   seen.pale = 0;  // of the lane of that op, over all steps: 1 where it is empty, nearly 0 in blue and green
   for (let i = 0; i < across.length; i += 4) seen.pale += Math.min(...across.slice(i, i + 3)) / 255 / wide;
+  const seenAt = (y) => {
+    const row = canvas.getContext("2d").getImageData(from, Math.round(y * scale), wide, 1).data, counts = {};
+    for (let i = 0; i < row.length; i += 4) {
+      const colour = "#" + [0, 1, 2].map((k) => row[i + k].toString(16).padStart(2, "0")).join("").toUpperCase();
+      counts[colour] = (counts[colour] || 0) + 1 / wide;
+    }
+    return counts;
+  };
+  send("pointerdown", 5, 5); send("pointerup", 5, 5); send("pointerleave", 5, 5);  // nothing is chosen
+  timeline.draw();
+  seen.lane = seenAt(lane[1]);
+  const compute = JSON.parse(document.getElementById("timeline-data").textContent).row[WANTED_OP];
+  seen.strip = seenAt(timeline.tops[compute] + timeline.heights[compute] + 1.5);
+  timeline.look(home[0], home[0] + 1e-5);
+  timeline.draw();
+  seen.ruler = timeline.ruler();
+  timeline.look(home[0] + 0.7 * (home[1] - home[0]), home[0] + 0.7 * (home[1] - home[0]) + 3e-6);
+  timeline.draw();
+  seen.far = timeline.ruler();
   document.getElementById("home").click();
   timeline.draw();
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
@@ -239,6 +259,27 @@ def test_the_timeline_of_50000_ops_in_a_browser(tmp_path: Path) -> None:
     rank = simulation.program.rank[wanted]
     empty = 1 - simulation.bubbles.busy_s[rank] / simulation.bubbles.duration_s
     assert empty - 0.05 < seen["pale"] < empty + 0.15, "short ops side by side leave no gaps"
+    grid = {"#FFFFFF", "#E6E6E6"}
+    assert set(seen["lane"]) <= {*GROUP_COLOURS.values(), *grid}, "what shares a pixel is not mixed"
+    assert set(seen["strip"]) <= {*CAUSE_COLOURS.values(), *grid}
+    lane_colours = {c: n for c, n in seen["lane"].items() if c not in grid}
+    assert max(lane_colours, key=lambda c: lane_colours[c]) == GROUP_COLOURS["backward"], "the longest wins"
+    for ticks in (seen["ruler"], seen["far"]):
+        assert len(ticks) == len(set(ticks)) > 3
     assert max(seen["draw_ms"], seen["searching_ms"]) < 250  # of all steps; measured about 20 on an idle core
     print(f"{seen['ops']} ops, {len(text) / 1e6:.1f} MB: drawn after {seen['drawn_ms']:.0f} ms, "
           f"again in {seen['draw_ms']:.0f} ms")  # fmt: skip
+
+
+def test_a_disturbed_run_is_said_to_be_one(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    trace = Trace.load(run_folder / "trace.json")
+    last = max(trace.step)
+    begin = min(start for start, step in zip(trace.start_s, trace.step, strict=True) if step == last)
+    for row, step in enumerate(trace.step):
+        if step == last:  # twice as slow as the others
+            for column in (trace.ready_s, trace.start_s, trace.end_s):
+                column[row] = begin + 2 * (column[row] - begin)
+    trace.save(run_folder / "trace.json")
+    assert command("report", run_folder, "-o", tmp_path / "a.html").code == 0
+    text = (tmp_path / "a.html").read_text()
+    assert re.search(r"Warning: 1 of 3 steps took over 1.3 times the median", text)

@@ -11,8 +11,9 @@ from spipe.errors import SpipeError
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed on the way, 2 wrong input or output, 130 interrupted."""
-    nowhere = open(os.devnull, "w")  # noqa: SIM115  (for as long as the process lasts)
-    sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere  # None: closed by who started us
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (for as long as the process lasts)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? instead of a traceback

@@ -5,7 +5,7 @@ Every change that is named was tried: with it there is a plan whose memory fits.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from spipe.errors import SpipeError
@@ -13,12 +13,11 @@ from spipe.memory import MemoryReport
 from spipe.model import ModelSpec
 from spipe.schedules import SCHEDULES
 from spipe.sim.candidates import Candidate
-from spipe.sim.judge import account, fitting
+from spipe.sim.judge import account
 from spipe.sim.ledger import Ledger
-from spipe.sim.shortage import LeastMemory
-from spipe.sim.space import STAGES_PER_RANK, Space, make_space
+from spipe.sim.shortage import some_plan_fits
+from spipe.sim.space import STAGES_PER_RANK, Space
 
-TRIES = 6  # candidates looked at for a change, those that need least memory first
 MOST_HOSTS = 64
 _HUNDREDTH = 2**30 / 100  # of a GiB
 
@@ -114,25 +113,8 @@ def _advice(arguments: dict[str, Any], space: Space, nearest: Nearest | None) ->
 
 
 def _makes_it_fit(arguments: dict[str, Any], changes: dict[str, Any], nearest: Nearest | None) -> bool:
-    try:
-        space = make_space(**{**arguments, **changes})
-        space = replace(space, microbatch_sizes=space.microbatch_sizes[:1])  # larger ones need no less
-        candidates = space.candidates({})
-    except SpipeError:
-        return False
-    least = LeastMemory(space.job)
-    candidates = [candidate for candidate in candidates if least.may_fit(candidate)]
-    leanest = sorted(candidates, key=lambda c: (c.microbatch_size, -c.num_ranks, -len(c.layout.backward), c.key))
-    tried = leanest[:TRIES]
-    if nearest is not None and {"hardware", "max_rank_bytes", "max_host_bytes"} & changes.keys():
-        tried.insert(0, nearest[0])
-    for candidate in tried:
-        try:
-            if fitting(space.job, candidate)[1].fits:
-                return True
-        except SpipeError:
-            continue
-    return False
+    elsewhere = {"hardware", "max_rank_bytes", "max_host_bytes"} & changes.keys()
+    return some_plan_fits({**arguments, **changes}, [nearest[0]] if nearest is not None and elsewhere else [])
 
 
 # Kinds of changes, the smallest first

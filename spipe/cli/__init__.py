@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor
 
 from spipe.errors import SpipeError
 
@@ -17,8 +18,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _run(arguments)
     except SpipeError as error:
         _end(2, str(error))
-    except KeyboardInterrupt:
-        _end(130, "interrupted")
+    except KeyboardInterrupt as error:
+        _end(130, ": ".join(("interrupted", *error.args)))
+    except BrokenExecutor as error:
+        from spipe.sim.search_result import why_ended
+
+        _end(1, f"{why_ended(error)}: no plan had been found yet")
     except MemoryError:
         _end(2, "not enough memory for this; use fewer steps, fewer microbatches or a smaller model")
     except BrokenPipeError:
@@ -35,8 +40,8 @@ def _run(arguments: Sequence[str] | None) -> None:
 
     try:
         app(args=arguments, prog_name="spipe")
-    except CommandInterrupted:
-        raise KeyboardInterrupt from None
+    except CommandInterrupted as error:
+        raise KeyboardInterrupt(*error.args) from None
     finally:
         sys.stdout.flush()
 

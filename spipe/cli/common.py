@@ -3,8 +3,11 @@
 import errno
 import json
 import math
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,8 +69,47 @@ def positive(text: object) -> float:
 def processes(workers: int, mpi: bool = False) -> Iterator["Executor | None"]:
     """Processes to search in: ``workers`` (0: one per core), or those of ``mpi4py.futures``; None for this one.
 
-    Started by ``python -m mpi4py.futures``, a command works in MPI's processes without being told so.
+    Started by ``python -m mpi4py.futures``, a command works in MPI's processes without being told so. SIGTERM, from a
+    batch system or ``timeout``, interrupts what is done in them as Ctrl-C does.
     """
+    with _terminable(), _started(workers, mpi) as executor:
+        yield executor
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """The first SIGTERM raises KeyboardInterrupt; those that follow it (``timeout`` sends two) do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _start_worker() -> None:
+    """A worker leaves signals to the process that it works for, and ends with it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+@contextmanager
+def _started(workers: int, mpi: bool) -> Iterator["Executor | None"]:
     if mpi or "mpi4py.futures" in sys.modules:
         try:
             from mpi4py import MPI  # noqa: F401  (loads the library, which futures do only when they start)
@@ -86,19 +128,17 @@ def processes(workers: int, mpi: bool = False) -> Iterator["Executor | None"]:
     if count == 1:
         yield None
         return
-    import multiprocessing
-    import signal
     from concurrent.futures import ProcessPoolExecutor
 
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(count, context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
+    pool = ProcessPoolExecutor(count, context, initializer=_start_worker)
     before = set(multiprocessing.active_children())
     try:
         yield pool
     finally:  # an interrupted search does not wait for what is no longer wanted
         pool.shutdown(wait=False, cancel_futures=True)
         for child in set(multiprocessing.active_children()) - before:
-            child.terminate()
+            child.kill()
 
 
 def progress(message: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from spipe.errors import SpipeError
 from spipe.memory import MemoryReport
 from spipe.model import ModelSpec
-from spipe.schedules import SCHEDULES
+from spipe.schedules import SCHEDULES, get_schedule
 from spipe.sim.candidates import Candidate
 from spipe.sim.judge import account
 from spipe.sim.ledger import Ledger
@@ -67,7 +67,7 @@ def no_plan(
     wanted += f"{job.sequence})"
     if nearest is None:
         reasons = list(dict.fromkeys([*refused, *(row["reason"] for row in ledger.rejected)]))
-        problem = "; ".join(reasons[:3]) or "nothing to search"
+        problem = "; ".join(reasons[:3] or _no_stages(space))
     else:
         candidate, report = nearest
         problem = (
@@ -79,9 +79,20 @@ def no_plan(
     if not advise:
         return NoPlanError(head, [])
     advice = list(_advice(arguments, space, nearest))
+    possible = "makes it fit" if nearest is not None else "makes a plan possible"
     if not advice:
-        return NoPlanError(f"{head}. No single change that was tried makes it fit; use a smaller model", advice)
-    return NoPlanError(f"{head}. Any one of these makes it fit: {'; '.join(each.words for each in advice)}", advice)
+        other = "use a smaller model" if nearest is not None else "leave more choices to the search"
+        return NoPlanError(f"{head}. No single change that was tried {possible}; {other}", advice)
+    return NoPlanError(f"{head}. Any one of these {possible}: {'; '.join(each.words for each in advice)}", advice)
+
+
+def _no_stages(space: Space) -> Iterator[str]:
+    """Why there are no numbers of stages to try, for every schedule."""
+    chosen = (space.forward_stages, space.backward_stages)
+    forward, backward = ("any" if given is None else " or ".join(map(str, given)) for given in chosen)
+    for name in space.schedules:
+        rule = "at least as many backward as forward stages" if get_schedule(name).decoupled else "F = B"
+        yield f"{name} needs {rule}, at most one a layer, not F = {forward} and B = {backward} stages a rank"
 
 
 def _shortages(report: MemoryReport) -> list[str]:
@@ -98,9 +109,11 @@ def _shortages(report: MemoryReport) -> list[str]:
 
 def _advice(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
     """Of every kind of change the smallest that is enough."""
-    kinds = [_smaller_microbatches, _finer_stages, _more_ranks, _fewer_options, _other_schedules]
+    kinds = [_higher_limits, _smaller_microbatches, _finer_stages, _more_ranks, _fewer_options, _other_schedules]
     if nearest is not None:
         kinds += [_more_memory, _more_hosts, _shorter_sequences, _fewer_layers]
+    else:
+        kinds.insert(0, _fewer_ranks)
     for kind in kinds:
         changes = kind(arguments, space, nearest)
         if kind in _EVER_MORE and (listed := list(changes)):
@@ -108,7 +121,7 @@ def _advice(arguments: dict[str, Any], space: Space, nearest: Nearest | None) ->
         for advice in changes:
             if _makes_it_fit(arguments, advice.changes, nearest):
                 yield advice
-                if kind is not _fewer_options:
+                if kind not in (_fewer_options, _higher_limits):
                     break
 
 
@@ -118,6 +131,31 @@ def _makes_it_fit(arguments: dict[str, Any], changes: dict[str, Any], nearest: N
 
 
 # Kinds of changes, the smallest first
+
+
+def _higher_limits(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
+    """Of the limits that were given, how much would do, to a hundredth of it."""
+    hardware = space.job.hardware
+    for name, option, what, most in (
+        ("max_rank_bytes", "--max-gpu-memory", "accelerator", hardware.accelerator.usable_memory_bytes),
+        ("max_host_bytes", "--max-host-memory", "host", hardware.cpu.usable_memory_bytes),
+    ):
+        given = arguments.get(name)
+        if given is None or given >= most or not _makes_it_fit(arguments, {name: most}, nearest):
+            continue
+        short, enough = given, most
+        while enough - short > max(_HUNDREDTH, enough / 100):
+            tried = (short + enough) / 2
+            short, enough = (short, tried) if _makes_it_fit(arguments, {name: tried}, nearest) else (tried, enough)
+        enough = min(_rounded_up(enough), most)
+        yield Advice(
+            f"a limit of {_gib(enough)} GiB of {what} memory ({option}) instead of {_gib(given)}", {name: enough}
+        )
+
+
+def _fewer_ranks(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
+    for ranks in range(min(space.num_ranks) - 1, 0, -1):
+        yield Advice(f"{ranks} rank{'s' * (ranks > 1)}", {"num_ranks": ranks})
 
 
 def _smaller_microbatches(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
@@ -158,7 +196,10 @@ def _other_schedules(arguments: dict[str, Any], space: Space, nearest: Nearest |
 
 
 def _more_memory(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
-    """What the nearest plan needs, of accelerators, of hosts, or of both; as a higher limit if there is as much."""
+    """What the nearest plan needs, of accelerators, of hosts, or of both; as a higher limit if there is as much.
+
+    One higher limit alone is for ``_higher_limits``.
+    """
     assert nearest is not None
     report, hardware = nearest[1], space.job.hardware
     changes: dict[str, Any] = {}
@@ -187,7 +228,8 @@ def _more_memory(arguments: dict[str, Any], space: Space, nearest: Nearest | Non
     for name, capacity in (("max_rank_bytes", rank), ("max_host_bytes", host)):
         if "hardware" in changes and name not in changes and arguments.get(name) is not None:
             changes[name] = max(arguments[name], capacity)
-    yield Advice(" and ".join(words), changes)
+    if "hardware" in changes or len(changes) > 1:
+        yield Advice(" and ".join(words), changes)
 
 
 def _more_hosts(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:

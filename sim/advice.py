@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spipe.errors import SpipeError
-from spipe.memory import MemoryReport
+from spipe.memory import MemoryReport, size_words
 from spipe.model import ModelSpec
 from spipe.schedules import SCHEDULES, get_schedule
 from spipe.sim.candidates import Candidate
@@ -103,7 +103,7 @@ def _shortages(report: MemoryReport) -> list[str]:
     ):
         most = max(totals)
         if most > capacity:
-            found.append(f"{place} {totals.index(most)} is short of {(most - capacity) / 2**30:.2f} GiB")
+            found.append(f"{place} {totals.index(most)} is short of {size_words(most - capacity)}")
     return found
 
 

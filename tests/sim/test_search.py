@@ -16,7 +16,7 @@ from spipe.options import Options
 from spipe.plan import make_plan
 from spipe.sim import SearchResult, ledger, search, search_for, simulate
 from spipe.sim.cost import CostModel
-from spipe.sim.objectives import dollars_per_token
+from spipe.sim.objectives import dollars, dollars_per_hour, dollars_per_token, priced_by
 from spipe.sim.search import MIN_RANKED
 from spipe.sim.space import FIRST_HELD, HELD_LAYERS
 from spipe.tensors import TensorSpec
@@ -394,16 +394,30 @@ def test_fewest_dollars_uses_fewer_hosts_where_more_do_not_pay() -> None:
     result = search_for("dollars", model, cluster, **arguments)
     costs = [dollars_per_token(search(model, cluster.resized(num_hosts=hosts), **arguments)) for hosts in (1, 2)]
     assert dollars_per_token(result) == min(costs)
+    costs_of_it = dollars(result)
+    assert costs_of_it["dollars_per_billion_tokens"] == pytest.approx(1e9 * min(costs))
+    assert costs_of_it["dollars_per_hour"] == dollars_per_hour(cluster, costs_of_it["hosts"])
+    assert costs_of_it["priced_by"] == "rent"
+
+
+def test_what_is_not_rented_out_is_priced_by_what_it_costs_to_own() -> None:
+    host = load_hardware("rtx4090x8")
+    assert host.price is not None
+    owned = host.replace(price=host.price.replace(rent_dollars_per_hour=None, purchase_dollars=35040.0))
+    assert dollars_per_hour(owned) == pytest.approx(1 + host.price.power_dollars_per_hour)
+    assert "purchase over 4 years, and power" in priced_by(owned)
+    with pytest.raises(SpipeError, match=r"--max-dollars.*one host.*purchase over 4 years.*cheaper hardware"):
+        search_for("time", BLOCKS, owned, max_dollars_per_hour=0.1, global_batch=1, sequence=64)
 
 
 @pytest.mark.parametrize(
     ("objective", "constraints", "message"),
     [
         ("tim", {}, "objective 'tim'.*time"),
-        ("memory", {}, "needs min_tokens_per_s"),
+        ("memory", {}, r"needs min_tokens_per_s \(--min-speed\)"),
         ("time", {"max_dollars_per_hour": 0}, "max_dollars_per_hour = 0"),
         ("time", {"max_dollars_per_hour": 1}, "laptop has no price"),
-        ("time", {"min_tokens_per_s": 1e12}, "no plan for laptop can reach more than"),
+        ("time", {"min_tokens_per_s": 1e12}, "no plan for laptop can reach more"),
         ("time", {"min_tokens_per_s": "bound"}, "the best plan for laptop reaches"),
         ("dollars", {}, "laptop has no price"),
     ],

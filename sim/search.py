@@ -22,6 +22,7 @@ from spipe.check import check
 from spipe.errors import SpipeError, unknown
 from spipe.hardware import HardwareSpec
 from spipe.layer_list import Model
+from spipe.schedules import get_schedule
 from spipe.sim.advice import no_plan
 from spipe.sim.candidates import Candidate, every_cut
 from spipe.sim.judge import Verdict, improved, interval_s, replayed, simulated
@@ -362,10 +363,12 @@ class _Search:
         simulation = simulate(plan, contention=job.contention)
         bound_s, limit = space.least_step_s()
         metrics = simulation.predicted() | {"lower_bound_s": bound_s}
-        simulation = replace(simulation, plan=plan.replace(predicted=metrics))
+        limits = job.max_rank_bytes, job.max_host_bytes
+        simulation = replace(simulation, plan=plan.replace(predicted=metrics), limits=limits)
         used, offered = verdict.candidate.num_ranks, max(space.num_ranks)
         if used < offered:
             self.notes.append(f"the plan uses {used} of the {offered} ranks offered")
+        self.notes += self.without_effect(verdict.candidate)
         table = [self.row(other, plan.tokens_per_step) for other in best_of(ledger.simulated)]
         try:
             interval = self.compare(verdict, table)
@@ -386,6 +389,16 @@ class _Search:
             (*simulation.notes, *self.notes),
             self.ended,
         )
+
+    def without_effect(self, best: Candidate) -> Iterator[str]:
+        """What was asked for and changes nothing in the best plan."""
+        job, layers = self.space.job, self.space.job.model.num_total_layers
+        if self.space.cross_mapping and job.hardware.host_of(best.num_ranks - 1) == 0:
+            yield "cross mapping has no effect: the plan's ranks are all on one host"
+        if self.space.full_forward and not get_schedule(best.schedule).decoupled:
+            yield f"full forward has no effect: the forward of {best.schedule} covers all layers anyway"
+        if (held := job.options.get("device_layers") or 0) > layers:
+            yield f"device_layers = {held} is more than the {layers} layers of the model: all are held"
 
     def row(self, verdict: Verdict, tokens: int) -> dict[str, Any]:
         job = self.space.job

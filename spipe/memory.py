@@ -7,7 +7,7 @@ gradient or stage input has its place from the moment its receive may be posted.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,11 @@ class MemoryReport:
     hosts: tuple[Items, ...]
     rank_capacity_bytes: float
     host_capacity_bytes: float
+
+    def limited(self, rank_bytes: float, host_bytes: float) -> "MemoryReport":
+        """With no more room than this on a rank and on a host."""
+        rank, host = min(self.rank_capacity_bytes, rank_bytes), min(self.host_capacity_bytes, host_bytes)
+        return replace(self, rank_capacity_bytes=rank, host_capacity_bytes=host)
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:

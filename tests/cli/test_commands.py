@@ -194,6 +194,16 @@ def test_a_worker_that_is_gone_before_any_plan_is_no_traceback(
     assert "--workers" in result.err
 
 
+def test_dollars_are_shown_with_what_they_go_by(command: Command, tmp_path: Path) -> None:
+    search = ["search", "--model", "tiny", "--hardware", "rtx4090x8", "--ranks", "1", "--global-batch", "2"]
+    quick = ["--sequence", "64", "--effort", "0.01", "--max-simulations", "1", "--cuts", "balanced", "--workers", "1"]
+    result = command(*search, *quick, "--objective", "dollars", "--json", tmp_path / "found.json")
+    assert result.code == 0, result.err
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert f"dollars: {found['dollars_per_hour']:.2f} an hour for 1 host(s)" in result.out
+    assert f"{found['dollars_per_billion_tokens']:,.2f} for 1e9 tokens (rent)" in result.out
+
+
 def test_sigterm_interrupts_what_is_done_in_processes() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), processes(1):  # noqa: PT012

@@ -104,7 +104,7 @@ def test_host_memory_is_a_constraint() -> None:
 
 def test_device_memory_is_a_constraint() -> None:
     small = load_hardware("h200x1").override({"accelerator.memory_gib": 0.003})
-    with pytest.raises(SpipeError, match=r"rank 0 needs .* short of .* GiB"):
+    with pytest.raises(SpipeError, match=r"rank 0 needs .* short of .* MiB"):
         search(load_model("tiny"), small, global_batch=4, sequence=512, max_simulations=4, advise=False)
 
 
@@ -260,6 +260,29 @@ def test_layers_are_held_as_long_as_that_helps() -> None:
         simulation = simulate(plan, contention=False)
         assert simulation.step_s >= found.simulation.step_s * (1 - 1e-9) or not simulation.memory.fits
     assert found.counts["simulated"] < 40
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"cross_mapping": True, "schedules": ["spipe"]}, "cross mapping has no effect"),
+        ({"full_forward": True, "schedules": ["gpipe"]}, "full forward has no effect: the forward of gpipe"),
+        ({"options": {"device_layers": 99}, "hardware": "h200x1"}, "device_layers = 99 is more than the 8 layers"),
+    ],
+)
+def test_what_has_no_effect_is_said(changes: dict[str, Any], note: str) -> None:
+    hardware = load_hardware(changes.pop("hardware", "laptop"))
+    few: dict[str, Any] = {"global_batch": 2, "sequence": 64, "num_ranks": 1, "effort": 0.01, "cuts": "balanced"}
+    result = search(load_model("tiny"), hardware, **few, max_simulations=1, **changes)
+    assert any(note in line for line in result.notes)
+    without = search(load_model("tiny"), hardware, **few, max_simulations=1)
+    assert not any("no effect" in line or "device_layers" in line for line in without.notes)
+
+
+def test_memory_that_may_be_used_is_what_is_reported_as_usable() -> None:
+    limit = 2**30
+    memory = tiny(max_rank_bytes=limit, max_host_bytes=2 * limit, cuts="balanced").simulation.memory
+    assert (memory.rank_capacity_bytes, memory.host_capacity_bytes) == (limit, 2 * limit)
 
 
 def test_memory_limits_are_kept() -> None:

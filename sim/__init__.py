@@ -8,7 +8,7 @@ if __name__ != "spipe.sim":
 
 from spipe.sim.calibrate import Calibration, calibrate
 from spipe.sim.compare import Comparison, compare
-from spipe.sim.objectives import search_for
+from spipe.sim.objectives import dollars, search_for
 from spipe.sim.search import SearchResult, search
 from spipe.sim.simulation import Simulation, simulate
 
@@ -19,6 +19,7 @@ __all__ = [
     "Simulation",
     "calibrate",
     "compare",
+    "dollars",
     "search",
     "search_for",
     "simulate",

@@ -5,20 +5,19 @@ Every change that is named was tried: with it there is a plan whose memory fits.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from spipe.errors import SpipeError
-from spipe.memory import MemoryReport
+from spipe.memory import MemoryReport, size_words
 from spipe.model import ModelSpec
-from spipe.schedules import SCHEDULES
+from spipe.schedules import SCHEDULES, get_schedule
 from spipe.sim.candidates import Candidate
-from spipe.sim.judge import account, fitting
+from spipe.sim.judge import account
 from spipe.sim.ledger import Ledger
-from spipe.sim.shortage import LeastMemory
-from spipe.sim.space import STAGES_PER_RANK, Space, make_space
+from spipe.sim.shortage import some_plan_fits
+from spipe.sim.space import STAGES_PER_RANK, Space
 
-TRIES = 6  # candidates looked at for a change, those that need least memory first
 MOST_HOSTS = 64
 _HUNDREDTH = 2**30 / 100  # of a GiB
 
@@ -68,7 +67,7 @@ def no_plan(
     wanted += f"{job.sequence})"
     if nearest is None:
         reasons = list(dict.fromkeys([*refused, *(row["reason"] for row in ledger.rejected)]))
-        problem = "; ".join(reasons[:3]) or "nothing to search"
+        problem = "; ".join(reasons[:3] or _no_stages(space))
     else:
         candidate, report = nearest
         problem = (
@@ -80,9 +79,20 @@ def no_plan(
     if not advise:
         return NoPlanError(head, [])
     advice = list(_advice(arguments, space, nearest))
+    possible = "makes it fit" if nearest is not None else "makes a plan possible"
     if not advice:
-        return NoPlanError(f"{head}. No single change that was tried makes it fit; use a smaller model", advice)
-    return NoPlanError(f"{head}. Any one of these makes it fit: {'; '.join(each.words for each in advice)}", advice)
+        other = "use a smaller model" if nearest is not None else "leave more choices to the search"
+        return NoPlanError(f"{head}. No single change that was tried {possible}; {other}", advice)
+    return NoPlanError(f"{head}. Any one of these {possible}: {'; '.join(each.words for each in advice)}", advice)
+
+
+def _no_stages(space: Space) -> Iterator[str]:
+    """Why there are no numbers of stages to try, for every schedule."""
+    chosen = (space.forward_stages, space.backward_stages)
+    forward, backward = ("any" if given is None else " or ".join(map(str, given)) for given in chosen)
+    for name in space.schedules:
+        rule = "at least as many backward as forward stages" if get_schedule(name).decoupled else "F = B"
+        yield f"{name} needs {rule}, at most one a layer, not F = {forward} and B = {backward} stages a rank"
 
 
 def _shortages(report: MemoryReport) -> list[str]:
@@ -93,15 +103,17 @@ def _shortages(report: MemoryReport) -> list[str]:
     ):
         most = max(totals)
         if most > capacity:
-            found.append(f"{place} {totals.index(most)} is short of {(most - capacity) / 2**30:.2f} GiB")
+            found.append(f"{place} {totals.index(most)} is short of {size_words(most - capacity)}")
     return found
 
 
 def _advice(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
     """Of every kind of change the smallest that is enough."""
-    kinds = [_smaller_microbatches, _finer_stages, _more_ranks, _fewer_options, _other_schedules]
+    kinds = [_higher_limits, _smaller_microbatches, _finer_stages, _more_ranks, _fewer_options, _other_schedules]
     if nearest is not None:
         kinds += [_more_memory, _more_hosts, _shorter_sequences, _fewer_layers]
+    else:
+        kinds.insert(0, _fewer_ranks)
     for kind in kinds:
         changes = kind(arguments, space, nearest)
         if kind in _EVER_MORE and (listed := list(changes)):
@@ -109,33 +121,41 @@ def _advice(arguments: dict[str, Any], space: Space, nearest: Nearest | None) ->
         for advice in changes:
             if _makes_it_fit(arguments, advice.changes, nearest):
                 yield advice
-                if kind is not _fewer_options:
+                if kind not in (_fewer_options, _higher_limits):
                     break
 
 
 def _makes_it_fit(arguments: dict[str, Any], changes: dict[str, Any], nearest: Nearest | None) -> bool:
-    try:
-        space = make_space(**{**arguments, **changes})
-        space = replace(space, microbatch_sizes=space.microbatch_sizes[:1])  # larger ones need no less
-        candidates = space.candidates({})
-    except SpipeError:
-        return False
-    least = LeastMemory(space.job)
-    candidates = [candidate for candidate in candidates if least.may_fit(candidate)]
-    leanest = sorted(candidates, key=lambda c: (c.microbatch_size, -c.num_ranks, -len(c.layout.backward), c.key))
-    tried = leanest[:TRIES]
-    if nearest is not None and {"hardware", "max_rank_bytes", "max_host_bytes"} & changes.keys():
-        tried.insert(0, nearest[0])
-    for candidate in tried:
-        try:
-            if fitting(space.job, candidate)[1].fits:
-                return True
-        except SpipeError:
-            continue
-    return False
+    elsewhere = {"hardware", "max_rank_bytes", "max_host_bytes"} & changes.keys()
+    return some_plan_fits({**arguments, **changes}, [nearest[0]] if nearest is not None and elsewhere else [])
 
 
 # Kinds of changes, the smallest first
+
+
+def _higher_limits(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
+    """Of the limits that were given, how much would do, to a hundredth of it."""
+    hardware = space.job.hardware
+    for name, option, what, most in (
+        ("max_rank_bytes", "--max-gpu-memory", "accelerator", hardware.accelerator.usable_memory_bytes),
+        ("max_host_bytes", "--max-host-memory", "host", hardware.cpu.usable_memory_bytes),
+    ):
+        given = arguments.get(name)
+        if given is None or given >= most or not _makes_it_fit(arguments, {name: most}, nearest):
+            continue
+        short, enough = given, most
+        while enough - short > max(_HUNDREDTH, enough / 100):
+            tried = (short + enough) / 2
+            short, enough = (short, tried) if _makes_it_fit(arguments, {name: tried}, nearest) else (tried, enough)
+        enough = min(_rounded_up(enough), most)
+        yield Advice(
+            f"a limit of {_gib(enough)} GiB of {what} memory ({option}) instead of {_gib(given)}", {name: enough}
+        )
+
+
+def _fewer_ranks(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
+    for ranks in range(min(space.num_ranks) - 1, 0, -1):
+        yield Advice(f"{ranks} rank{'s' * (ranks > 1)}", {"num_ranks": ranks})
 
 
 def _smaller_microbatches(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
@@ -176,7 +196,10 @@ def _other_schedules(arguments: dict[str, Any], space: Space, nearest: Nearest |
 
 
 def _more_memory(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:
-    """What the nearest plan needs, of accelerators, of hosts, or of both; as a higher limit if there is as much."""
+    """What the nearest plan needs, of accelerators, of hosts, or of both; as a higher limit if there is as much.
+
+    One higher limit alone is for ``_higher_limits``.
+    """
     assert nearest is not None
     report, hardware = nearest[1], space.job.hardware
     changes: dict[str, Any] = {}
@@ -205,7 +228,8 @@ def _more_memory(arguments: dict[str, Any], space: Space, nearest: Nearest | Non
     for name, capacity in (("max_rank_bytes", rank), ("max_host_bytes", host)):
         if "hardware" in changes and name not in changes and arguments.get(name) is not None:
             changes[name] = max(arguments[name], capacity)
-    yield Advice(" and ".join(words), changes)
+    if "hardware" in changes or len(changes) > 1:
+        yield Advice(" and ".join(words), changes)
 
 
 def _more_hosts(arguments: dict[str, Any], space: Space, nearest: Nearest | None) -> Iterator[Advice]:

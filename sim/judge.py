@@ -222,12 +222,7 @@ def _memory(job: Job, candidate: Candidate) -> MemoryReport:
 
 def account(job: Job, candidate: Candidate, num_microbatches: int) -> MemoryReport:
     """What a candidate would need with so many microbatches."""
-    report = memory(job.plan(candidate, num_microbatches))
-    return replace(
-        report,
-        rank_capacity_bytes=min(report.rank_capacity_bytes, job.max_rank_bytes),
-        host_capacity_bytes=min(report.host_capacity_bytes, job.max_host_bytes),
-    )
+    return memory(job.plan(candidate, num_microbatches)).limited(job.max_rank_bytes, job.max_host_bytes)
 
 
 def _most(report: MemoryReport) -> tuple[int, int]:

@@ -22,12 +22,13 @@ from spipe.check import check
 from spipe.errors import SpipeError, unknown
 from spipe.hardware import HardwareSpec
 from spipe.layer_list import Model
+from spipe.schedules import get_schedule
 from spipe.sim.advice import no_plan
 from spipe.sim.candidates import Candidate, every_cut
 from spipe.sim.judge import Verdict, improved, interval_s, replayed, simulated
 from spipe.sim.ledger import Ledger, Progress, Verdicts, best_of, best_s
-from spipe.sim.search_result import Range, SearchResult, beats, pareto_front
-from spipe.sim.shortage import LeastMemory
+from spipe.sim.search_result import ENDINGS, Range, SearchResult, beats, pareto_front, why_ended
+from spipe.sim.shortage import LeastMemory, leanest
 from spipe.sim.simulation import simulate
 from spipe.sim.space import Space, make_space
 
@@ -89,7 +90,7 @@ def search(
         progress: see ``Progress``.
         max_simulations: at most so many candidates are simulated before options are varied.
         effort: how many candidates are looked at and improved, against the usual number; below 0.5, options are varied
-            only once.
+            only once, and not at all where one program is more than that effort is good for.
         full_forward: forward also covers what the top backward stage recomputes anyway (the published schedule).
         cross_mapping: only plans whose ranks are in the order of ``spipe.layout.cross_mapping``; False: the search also
             tries other orders.
@@ -97,7 +98,8 @@ def search(
         advise: whether the error of a search that finds nothing looks for changes that would make a plan possible.
         plan_fields: further arguments of ``make_plan``; ``options`` given here are kept.
 
-    A KeyboardInterrupt ends the search with the best plan found so far, if there is one.
+    A KeyboardInterrupt, or the end of one of the executor's processes (BrokenExecutor), ends the search with the best
+    plan found so far; if there is none, it is passed on.
 
     Raises:
         SpipeError: naming a choice that is none.
@@ -131,7 +133,10 @@ def search(
     space = make_space(**arguments)
     ledger = Ledger(space.job, executor, progress or (lambda done, total, best: None))
     refused: dict[str, int] = {}
-    found = _Search(space, ledger, cuts, max_simulations, effort).run(refused)
+    try:
+        found = _Search(space, ledger, cuts, max_simulations, effort).run(refused)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("no plan had been found yet") from None
     if found is None:
         raise no_plan(arguments, space, ledger, refused, advise)
     return found
@@ -142,6 +147,7 @@ class _Search:
         self.space, self.ledger, self.cuts = space, ledger, cuts
         self.max_simulations, self.effort = max_simulations, effort
         self.notes: list[str] = []
+        self.ended = ""
         # On device cpu all lanes share the cores: without contention everything looks alike.
         job = space.job
         self.ranking = simulated if job.contention and job.hardware.device == "cpu" else replayed
@@ -157,17 +163,34 @@ class _Search:
                 self.judge_all(self.without_short(everything))
             else:
                 self.rank(self.without_short(candidates))
-                if self.cuts == "improve" and ledger.replayed:
+                if self.cuts == "improve" and ledger.replayed and self.small_enough():
                     families = FAMILIES[: max(2, round(self.effort * len(FAMILIES)))]
                     self.improve(best_of(ledger.replayed, families[0]), families)
                 self.judge()
-            if ledger.simulated:
+            if ledger.simulated and self.small_enough():
                 self.vary()
-        except KeyboardInterrupt:
+        except ENDINGS as error:
             if not (ledger.simulated or ledger.replayed):
                 raise
-            self.notes.append("interrupted: this is the best plan found so far")
+            self.end(error, "this is the best plan found so far")
         return self.result() if ledger.simulated or ledger.replayed else None
+
+    def small_enough(self) -> bool:
+        """Whether the effort pays for many more plans like the best one, whose program may be very large."""
+        ops = best_of(self.ledger.simulated or self.ledger.replayed, 1)[0].candidate.num_ops
+        if ops <= self.effort * SIMULATED_OPS:
+            return True
+        note = (
+            f"cuts and options were not varied: effort {self.effort:g} is too little for programs of {ops} ops (many "
+            "microbatches); use more, or a global batch that divides into larger microbatches"
+        )
+        self.notes += [note] if note not in self.notes else []
+        return False
+
+    def end(self, error: BaseException, left: str) -> None:
+        """Go on to the result, which is less than it could have been, in this process."""
+        self.ended, self.ledger.executor = why_ended(error), None
+        self.notes.append(f"{self.ended}: {left}")
 
     # ------------------------------------------------------------------ candidates
 
@@ -187,8 +210,7 @@ class _Search:
         least = LeastMemory(self.space.job)
         left = [candidate for candidate in candidates if least.may_fit(candidate)]
         if not left:
-            left = sorted(candidates, key=lambda c: (c.microbatch_size, -c.num_ranks, -len(c.layout.backward), c.key))
-            left = left[:WAVE]
+            left = leanest(candidates)[:WAVE]
         if count := len(candidates) - len(left):
             self.ledger.rejected.append({"reason": "short of memory with any options", "count": count})
             self.ledger.discard(count)
@@ -341,12 +363,18 @@ class _Search:
         simulation = simulate(plan, contention=job.contention)
         bound_s, limit = space.least_step_s()
         metrics = simulation.predicted() | {"lower_bound_s": bound_s}
-        simulation = replace(simulation, plan=plan.replace(predicted=metrics))
+        limits = job.max_rank_bytes, job.max_host_bytes
+        simulation = replace(simulation, plan=plan.replace(predicted=metrics), limits=limits)
         used, offered = verdict.candidate.num_ranks, max(space.num_ranks)
         if used < offered:
             self.notes.append(f"the plan uses {used} of the {offered} ranks offered")
+        self.notes += self.without_effect(verdict.candidate)
         table = [self.row(other, plan.tokens_per_step) for other in best_of(ledger.simulated)]
-        interval = self.compare(verdict, table)
+        try:
+            interval = self.compare(verdict, table)
+        except ENDINGS as error:
+            interval = None
+            self.end(error, "how sure the plan's time is was not found out")
         ledger.finish(simulation.step_s)
         return SearchResult(
             simulation.plan,
@@ -359,7 +387,18 @@ class _Search:
             interval,
             ledger.counts,
             (*simulation.notes, *self.notes),
+            self.ended,
         )
+
+    def without_effect(self, best: Candidate) -> Iterator[str]:
+        """What was asked for and changes nothing in the best plan."""
+        job, layers = self.space.job, self.space.job.model.num_total_layers
+        if self.space.cross_mapping and job.hardware.host_of(best.num_ranks - 1) == 0:
+            yield "cross mapping has no effect: the plan's ranks are all on one host"
+        if self.space.full_forward and not get_schedule(best.schedule).decoupled:
+            yield f"full forward has no effect: the forward of {best.schedule} covers all layers anyway"
+        if (held := job.options.get("device_layers") or 0) > layers:
+            yield f"device_layers = {held} is more than the {layers} layers of the model: all are held"
 
     def row(self, verdict: Verdict, tokens: int) -> dict[str, Any]:
         job = self.space.job

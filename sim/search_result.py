@@ -1,6 +1,7 @@
 """What a search found: the best plan, how good it is for certain, and what it was compared with."""
 
 from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ from spipe.sim.simulation import Simulation
 
 Range = tuple[float, float]
 """From a step time to a longer one, seconds."""
+ENDINGS = (KeyboardInterrupt, BrokenExecutor)
+"""What ends a search before it is done: somebody did, or one of its processes is gone."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class SearchResult:
             how surely it was measured.
         counts: candidates ``enumerated``, ``discarded`` by their bound, ``ranked`` by replay, ``simulated``.
         notes: what the costs rest on, and what the search left out.
+        ended: why the search ended before it was done; empty if it was.
     """
 
     plan: Plan
@@ -39,11 +43,18 @@ class SearchResult:
     interval_s: Range | None
     counts: dict[str, int]
     notes: tuple[str, ...]
+    ended: str = ""
 
     @property
     def gap(self) -> float:
         """How much longer the plan's step is than the lower bound: 0.04 for 4 per cent."""
         return self.simulation.step_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else float("inf")
+
+
+def why_ended(error: BaseException) -> str:
+    """One of ``ENDINGS`` in words."""
+    gone = "a worker process is gone (killed, perhaps for want of memory: take fewer with --workers)"
+    return gone if isinstance(error, BrokenExecutor) else "interrupted"
 
 
 def beats(one: Range, other: Range) -> bool:

@@ -1,15 +1,21 @@
 """Shortage: candidates that are short of memory whatever their options, found without lowering them."""
 
 import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
+from spipe.errors import SpipeError
 from spipe.layout import Layout, Stage
 from spipe.memory import WORKSPACE_BYTES, layer_bytes
 from spipe.plan import ELEMENT_BYTES
 from spipe.sim.candidates import Candidate
-from spipe.sim.judge import Job
+from spipe.sim.judge import Job, fitting
+from spipe.sim.space import make_space
 
+TRIES = 6
 _STATE = 12  # bytes of master weight and moments of a parameter
 
 
@@ -79,6 +85,35 @@ class LeastMemory:
         saved = {kind: model.layer_activation_bytes(kind, *size) for kind in set(kinds)}
         in_backward = {kind: model.layer_backward_bytes(kind, *size) for kind in set(kinds)}
         return _sums([saved[kind] for kind in kinds]), [in_backward[kind] for kind in kinds]
+
+
+def some_plan_fits(arguments: dict[str, Any], first: Sequence[Candidate] = (), tries: int = TRIES) -> bool:
+    """Whether memory is enough for some plan, by the account of the leanest ones; nothing is simulated.
+
+    Args:
+        arguments: of ``make_space``.
+        first: candidates to look at before the leanest.
+        tries: how many of the leanest are looked at.
+    """
+    try:
+        space = make_space(**arguments)
+        space = replace(space, microbatch_sizes=space.microbatch_sizes[:1])  # larger ones need no less
+        candidates = space.candidates({})
+    except SpipeError:
+        return False
+    least = LeastMemory(space.job)
+    for candidate in [*first, *leanest(filter(least.may_fit, candidates))[:tries]]:
+        try:
+            if fitting(space.job, candidate)[1].fits:
+                return True
+        except SpipeError:
+            continue
+    return False
+
+
+def leanest(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those that are likely to need least memory first."""
+    return sorted(candidates, key=lambda c: (c.microbatch_size, -c.num_ranks, -len(c.layout.backward), c.key))
 
 
 def _sums(values: list[int]) -> list[int]:

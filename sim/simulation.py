@@ -1,5 +1,6 @@
 """Simulate a plan: step time, throughput, utilisation, attributed bubbles, memory."""
 
+import math
 from array import array
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,7 @@ class Simulation:
         costs: seconds of the ops and the resources they share.
         contention: whether ops shared links, memory bandwidth and cores.
         notes: what the costs rest on, other than measurements.
+        limits: bytes that the plan may use of an accelerator and of a host, if less than there is.
     """
 
     plan: Plan
@@ -39,6 +41,7 @@ class Simulation:
     costs: OpCosts
     contention: bool
     notes: tuple[str, ...]
+    limits: tuple[float, float] = (math.inf, math.inf)
 
     @cached_property
     def step_s(self) -> float:
@@ -120,7 +123,7 @@ class Simulation:
     def memory(self) -> MemoryReport:
         """Bytes per rank and host, on the hardware that was simulated."""
         plan = self.plan if self.hardware is self.plan.hardware else self.plan.replace(hardware=self.hardware)
-        return memory(plan)
+        return memory(plan).limited(*self.limits)
 
     def predicted(self) -> dict[str, float]:
         """The metrics that a plan file keeps."""

@@ -1,6 +1,6 @@
 """What if: the best plan of models on machines one could have, what it costs, and which upgrade helps most."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
 from spipe.model import ModelSpec
 from spipe.sim.search import search
-from spipe.sim.search_result import Range, SearchResult, beats
+from spipe.sim.search_result import ENDINGS, Range, SearchResult, beats, why_ended
 from spipe.topology import Link, parse_node
 
 HOURS_PER_MONTH = 730.0
@@ -100,6 +100,8 @@ def what_if(
         progress: told what comes next.
         arguments: of ``search``, the same for all.
 
+    What ends a search (``spipe.sim.search.search``) ends all: the rows so far are returned, if there are any.
+
     Returns:
         Rows with ``model``, ``offer``, ``upgrade`` (empty for the offer as it is), ``feasible``, ``reason`` (why not),
         ``step_s``, ``tokens_per_s``, ``gap`` (to the lower bound), ``interval_s`` (as in ``SearchResult``), ``limit``,
@@ -109,12 +111,35 @@ def what_if(
         alone), ``break_even_month`` (when buying has cost less than renting; None where it never does, as electricity
         alone costs as much as rent). What is not known is None.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
+    why = ""
+    try:
+        for row in _rows(models, offers, upgrades, progress, arguments):
+            why = row.pop("ended")
+            rows.append(row)
+            if why:
+                break
+    except ENDINGS as error:
+        if not rows:
+            raise
+        why = why_ended(error)
+    if why:
+        progress(f"{why}: the last plan is the best found so far, and what would have come next is left out")
+    return rows
+
+
+def _rows(
+    models: Sequence[ModelSpec],
+    offers: Sequence[tuple[str, HardwareSpec]],
+    upgrades: Sequence[Upgrade],
+    progress: Progress,
+    arguments: dict[str, Any],
+) -> Iterator[dict[str, Any]]:
     for model in models:
         for label, hardware in offers:
             progress(f"{model.name} on {label}")
             base = _row(model, label, "", hardware, arguments)
-            rows.append(base)
+            yield base
             for upgrade in upgrades:
                 better = upgrade.apply(hardware)
                 if better is None:
@@ -123,8 +148,7 @@ def what_if(
                 row = _row(model, label, upgrade.name, better, arguments)
                 if base["feasible"] and row["feasible"]:
                     row["gain"] = row["tokens_per_s"] / base["tokens_per_s"] - 1
-                rows.append(row)
-    return rows
+                yield row
 
 
 def most_helpful(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], str]:
@@ -160,6 +184,7 @@ def _row(
     model: ModelSpec, label: str, upgrade: str, hardware: HardwareSpec, arguments: dict[str, Any]
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"model": model.name, "offer": label, "upgrade": upgrade, "hosts": hardware.num_hosts}
+    row["ended"] = ""
     row |= {"accelerators": hardware.num_ranks, "accelerators_used": None, "feasible": False, "reason": ""}
     row |= dict.fromkeys(("step_s", "tokens_per_s"))
     row |= dict.fromkeys(("gap", "interval_s", "limit", "plan", "rank_bytes", "host_bytes", "gain", "upgrade_dollars"))
@@ -173,7 +198,7 @@ def _row(
     row |= {"feasible": True, "step_s": found.simulation.step_s, "tokens_per_s": speed, "gap": found.gap}
     row["interval_s"] = found.interval_s
     row["accelerators_used"] = len(found.plan.layout.layout().ranks_used)
-    row |= {"limit": found.limit, "plan": _words(found)}
+    row |= {"limit": found.limit, "plan": _words(found), "ended": found.ended}
     memory = found.simulation.memory
     row |= {"rank_bytes": max(memory.rank_bytes), "host_bytes": max(memory.host_bytes)}
     price = hardware.price

@@ -7,7 +7,7 @@ gradient or stage input has its place from the moment its receive may be posted.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,11 @@ class MemoryReport:
     rank_capacity_bytes: float
     host_capacity_bytes: float
 
+    def limited(self, rank_bytes: float, host_bytes: float) -> "MemoryReport":
+        """With no more room than this on a rank and on a host."""
+        rank, host = min(self.rank_capacity_bytes, rank_bytes), min(self.host_capacity_bytes, host_bytes)
+        return replace(self, rank_capacity_bytes=rank, host_capacity_bytes=host)
+
     @property
     def rank_bytes(self) -> tuple[int, ...]:
         return tuple(sum(items.values()) for items in self.ranks)
@@ -63,7 +68,7 @@ class MemoryReport:
         ]
         places += [(f"host {h}", items, self.host_capacity_bytes) for h, items in enumerate(self.hosts)]
         return tuple(
-            f"{place} needs {_gib(total)} of {_gib(capacity)} usable, mostly {_largest(items)}"
+            f"{place} needs {size_words(total)} of {size_words(capacity)} usable, mostly {_largest(items)}"
             for place, items, capacity in places
             if (total := sum(items.values())) > capacity
         )
@@ -81,13 +86,14 @@ class MemoryReport:
             )
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+def size_words(num_bytes: float) -> str:
+    """In GiB, or, below a tenth of one, in MiB."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _largest(items: Items) -> str:
     top = sorted(items.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{name} {_gib(num_bytes)}" for name, num_bytes in top)
+    return ", ".join(f"{name} {size_words(num_bytes)}" for name, num_bytes in top)
 
 
 def aligned(num_bytes: int) -> int:

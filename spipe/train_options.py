@@ -56,7 +56,8 @@ def positive_number(text: object) -> float:
     """Raises ValueError unless it is a finite number above 0."""
     number = _float(text)
     if not 0 < number < math.inf:
-        raise ValueError(f"{text} is not a number above 0")
+        kind = "finite number" if number == math.inf else "number"
+        raise ValueError(f"{text} is not a {kind} above 0")
     return number
 
 

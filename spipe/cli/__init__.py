@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor
 
 from spipe.errors import SpipeError
 
@@ -29,8 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"PyTorch cannot be imported ({error}), which this command needs; install it anew: pip install torch. "
             "Searching, simulating and figures go without it",
         )
-    except KeyboardInterrupt:
-        _end(130, "interrupted")
+    except KeyboardInterrupt as error:
+        _end(130, ": ".join(("interrupted", *error.args)))
+    except BrokenExecutor as error:
+        from spipe.sim.search_result import why_ended
+
+        _end(1, f"{why_ended(error)}: no plan had been found yet")
     except MemoryError:
         _end(2, "not enough memory for this; use fewer steps, fewer microbatches or a smaller model")
     except BrokenPipeError:
@@ -47,8 +52,8 @@ def _run(arguments: Sequence[str] | None) -> None:
 
     try:
         app(args=arguments, prog_name="spipe")
-    except CommandInterrupted:
-        raise KeyboardInterrupt from None
+    except CommandInterrupted as error:
+        raise KeyboardInterrupt(*error.args) from None
     finally:
         sys.stdout.flush()
 

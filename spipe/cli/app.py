@@ -32,8 +32,8 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
         token = common.GIVEN.set(options)
         try:
             command(*arguments, **options)
-        except KeyboardInterrupt:
-            raise CommandInterrupted from None
+        except KeyboardInterrupt as error:
+            raise CommandInterrupted(*error.args) from None
         finally:
             common.GIVEN.reset(token)
 

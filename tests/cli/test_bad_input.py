@@ -54,8 +54,13 @@ def search(**changes: str) -> list[str]:
             for name in ("global_batch", "sequence", "ranks", "forward_stages", "backward_stages", "microbatch_size")
             for value in ("0", "-1", "nan", "1.5")
         ),
-        (search(objective="tim"), r"unknown objective 'tim'; nearest: time"),
-        (search(objective="memory"), r"objective memory needs min_tokens_per_s"),
+        (
+            search(objective="tim"),
+            r"unknown objective 'tim'; nearest: time; allowed: dollars, layers, .*time",
+        ),
+        (search(objective="memory"), r"objective memory needs min_tokens_per_s \(--min-speed\)"),
+        (search(effort="inf"), r"inf is not a finite number above 0"),
+        (search(max_host_memory="0.001"), r"host 0 needs [\d.]+ MiB of 1\.02 MiB usable"),
         (search(max_dollars="5"), r"laptop has no price"),
         (search(max_dollars="0"), r"Invalid value for .*max-dollars.*0"),
         (search(cuts="even"), r"unknown cuts 'even'"),
@@ -113,7 +118,7 @@ def search(**changes: str) -> list[str]:
         (["run", "nowhere.json", "--steps", "0", "-o", "run"], r"Invalid value for '--steps'.*0"),
         *(
             (["run", "plan.json", "--steps", "1", "-o", "run", "--host-memory-gib", value], rf"{value} is not a number")
-            for value in ("0", "-1", "nan", "inf", "much")
+            for value in ("0", "-1", "nan", "much")
         ),
     ],
     ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else None,
@@ -361,6 +366,13 @@ def test_ctrl_c_during_a_run(plan_file: Path, tmp_path: Path) -> None:
     assert (process.returncode, out) == (130, "")
     assert error.endswith("spipe: interrupted\n")
     assert "Traceback" not in error
+
+
+def test_mpi_that_would_start_nothing_is_refused_at_once(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    for name in [name for name in os.environ if name.startswith(("OMPI_", "PMI"))]:
+        monkeypatch.delenv(name)
+    assert "mpirun -n N python -m mpi4py.futures -m spipe search" in refused(*search(), "--mpi")
 
 
 def test_ctrl_c_while_the_commands_load(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

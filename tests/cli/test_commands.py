@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
 
 from spipe import __version__
+from spipe.cli.common import processes
 from spipe.metrics import CAUSES
 from spipe.model import MODELS
 from spipe.plan import Plan
@@ -208,3 +210,65 @@ def test_the_version_is_said(command: Command) -> None:
 def test_help_names_every_schedule(command: Command, name: str) -> None:
     (described,) = re.findall(r"--schedule NAME(.*?)--", command(name, "--help").out, re.DOTALL)
     assert set(SCHEDULES) <= set(re.split(r"[\s:;,()]+", described))
+
+
+def test_a_worker_that_is_gone_before_any_plan_is_no_traceback(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise BrokenProcessPool("a child process terminated abruptly")
+
+    monkeypatch.setattr("spipe.sim.search_for", broken)
+    search = ["search", "--model", "tiny", "--hardware", "laptop", "--global-batch", "4", "--sequence", "64"]
+    result = command(*search, "--workers", "1")
+    assert (result.code, result.out) == (1, "")
+    assert "a worker process is gone" in result.err
+    assert "--workers" in result.err
+
+
+def test_dollars_are_shown_with_what_they_go_by(command: Command, tmp_path: Path) -> None:
+    search = ["search", "--model", "tiny", "--hardware", "rtx4090x8", "--ranks", "1", "--global-batch", "2"]
+    quick = ["--sequence", "64", "--effort", "0.01", "--max-simulations", "1", "--cuts", "balanced", "--workers", "1"]
+    result = command(*search, *quick, "--objective", "dollars", "--json", tmp_path / "found.json")
+    assert result.code == 0, result.err
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert f"dollars: {found['dollars_per_hour']:.2f} an hour for 1 host(s)" in result.out
+    assert f"{found['dollars_per_billion_tokens']:,.2f} for 1e9 tokens (rent)" in result.out
+
+
+def test_sigterm_interrupts_what_is_done_in_processes() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), processes(1):  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with processes(1):
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # `timeout` sends two: the second must not lose what the first ended
+
+
+def test_workers_leave_signals_alone_and_end_with_what_they_work_for() -> None:
+    code = """
+import os, time
+from spipe.cli.common import processes
+if __name__ == "__main__":
+    with processes(2) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(worker, number)
+    time.sleep(0.2)
+    os.kill(worker, 0)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    stat = Path(f"/proc/{worker}/stat")
+    deadline_s = time.monotonic() + 20
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":  # nobody may be there to reap it
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)

@@ -299,7 +299,7 @@ def test_kernels_and_the_limit_of_gpu_memory(tmp_path: Path, plan_file: Path, re
     assert (chosen.deterministic, chosen.compile_layers) == (True, True)
     assert chosen.hardware.accelerator.memory_bytes == pytest.approx(needed * 1.2 * 2**30)
     assert config().apply(plan) == plan
-    with pytest.raises(SpipeError, match=r"rank 0 needs .* GiB of .* GiB usable, mostly"):
+    with pytest.raises(SpipeError, match=r"rank 0 needs .*iB of .*iB usable, mostly"):
         config(gpu_memory_limit_gib=needed * 0.9).apply(plan)
     start = ["run", plan_file, "--steps", 1, "-o", tmp_path / "run"]
     for option, message in (

@@ -1,5 +1,6 @@
 """Advice where nothing fits: it says what is short, and what it names is enough, but nothing smaller of its kind."""
 
+import re
 from typing import Any
 
 import pytest
@@ -77,6 +78,36 @@ def test_less_of_the_memory_that_is_named_is_not_enough() -> None:
     case: Case = ("tiny", load_hardware("laptop"), {"global_batch": 4, "sequence": 64, "num_ranks": 1, **SPIPE})
     (advice,) = (a for a in failure(case, max_host_bytes=1e7).advice if "host memory" in a.words)
     failure(case, max_host_bytes=0.5 * advice.changes["max_host_bytes"])
+
+
+def test_a_limit_that_was_given_is_what_is_told_to_be_raised() -> None:
+    """Also where the nearest plan is one that is short of something else."""
+    case: Case = ("llama2-13b", load_hardware("rtx4090x8"), {"global_batch": 8, "sequence": 512, **SPIPE})
+    limit = 60 * 2**30
+    first = failure(case, max_host_bytes=limit, effort=0.01).advice[0]
+    assert "(--max-host-memory) instead of 60.00" in first.words
+    assert 80 < first.changes["max_host_bytes"] / 2**30 < 86
+
+
+def test_fewer_ranks_than_layers() -> None:
+    shallow = load_model("tiny").replace(num_layers=1)
+    with pytest.raises(NoPlanError, match="8 ranks are more than the 3 layers") as caught:
+        search(shallow, load_hardware("rtx4090x8"), global_batch=16, sequence=128, num_ranks=8)
+    assert caught.value.advice[0].changes == {"num_ranks": 3}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "reason"),
+    [
+        ("mobius", {"forward_stages": 1, "backward_stages": 2}, "mobius needs F = B.*not F = 1 and B = 2"),
+        ("spipe", {"forward_stages": 99}, "spipe needs at least as many backward.*not F = 99 and B = any"),
+    ],
+)
+def test_stages_that_a_schedule_does_not_have(schedule: str, stages: dict[str, int], reason: str) -> None:
+    case: Case = ("tiny", load_hardware("laptop"), {"global_batch": 4, "sequence": 64, "schedules": [schedule]})
+    error = failure(case, **stages)
+    assert re.search(reason, str(error))
+    assert error.advice
 
 
 def test_where_nothing_helps_it_says_so() -> None:

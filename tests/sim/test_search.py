@@ -1,6 +1,7 @@
 """Search: small spaces whose best plan is known, feasibility, determinism, messages."""
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from importlib import import_module
 from typing import Any
 
@@ -13,9 +14,10 @@ from spipe.layer_list import LayerListSpec, LayerSpec
 from spipe.model import LayerKind, ModelSpec, PassName, load_model
 from spipe.options import Options
 from spipe.plan import make_plan
-from spipe.sim import SearchResult, search, search_for, simulate
+from spipe.sim import SearchResult, ledger, search, search_for, simulate
 from spipe.sim.cost import CostModel
-from spipe.sim.objectives import dollars_per_token
+from spipe.sim.objectives import dollars, dollars_per_hour, dollars_per_token, priced_by
+from spipe.sim.search import MIN_RANKED
 from spipe.sim.space import FIRST_HELD, HELD_LAYERS
 from spipe.tensors import TensorSpec
 
@@ -102,7 +104,7 @@ def test_host_memory_is_a_constraint() -> None:
 
 def test_device_memory_is_a_constraint() -> None:
     small = load_hardware("h200x1").override({"accelerator.memory_gib": 0.003})
-    with pytest.raises(SpipeError, match=r"rank 0 needs .* short of .* GiB"):
+    with pytest.raises(SpipeError, match=r"rank 0 needs .* short of .* MiB"):
         search(load_model("tiny"), small, global_batch=4, sequence=512, max_simulations=4, advise=False)
 
 
@@ -193,8 +195,50 @@ def test_an_interrupt_before_anything_was_found_is_passed_on() -> None:
     def interrupt(done: int, total: int, best: float | None) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="no plan had been found yet"):
         tiny(progress=interrupt)
+
+
+class Breaking(Executor):
+    """Works in this process; one of its processes is gone when it has been asked so many times."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def map(self, *arguments: Any, **options: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise BrokenProcessPool
+        return map(*arguments)
+
+
+def test_a_search_whose_worker_is_gone_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "WORTH_SENDING_OPS", 0)
+    for left in (1, 3):
+        result = tiny(executor=Breaking(left))
+        assert any("a worker process is gone" in note and "found so far" in note for note in result.notes)
+        assert "a worker process is gone" in result.ended
+        assert result.simulation.memory.fits
+    with pytest.raises(BrokenProcessPool):
+        tiny(executor=Breaking(0))
+
+
+def test_little_effort_is_little_work_also_with_very_many_microbatches() -> None:
+    arguments: dict[str, Any] = {"global_batch": 1009, "microbatch_size": 1, "num_ranks": 1, "schedules": ["gpipe"]}
+    result = tiny(**arguments, effort=0.001)
+    assert result.counts["ranked"] == 0
+    assert result.counts["simulated"] <= MIN_RANKED
+    assert sum("not varied: effort 0.001" in note for note in result.notes) == 1
+
+
+def test_an_interrupt_while_intervals_are_found_keeps_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(import_module("spipe.sim.search"), "interval_s", interrupt)
+    result = tiny()
+    assert result.ended == "interrupted"
+    assert result.plan.predicted is not None
 
 
 def test_layers_are_held_as_long_as_that_helps() -> None:
@@ -216,6 +260,29 @@ def test_layers_are_held_as_long_as_that_helps() -> None:
         simulation = simulate(plan, contention=False)
         assert simulation.step_s >= found.simulation.step_s * (1 - 1e-9) or not simulation.memory.fits
     assert found.counts["simulated"] < 40
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"cross_mapping": True, "schedules": ["spipe"]}, "cross mapping has no effect"),
+        ({"full_forward": True, "schedules": ["gpipe"]}, "full forward has no effect: the forward of gpipe"),
+        ({"options": {"device_layers": 99}, "hardware": "h200x1"}, "device_layers = 99 is more than the 8 layers"),
+    ],
+)
+def test_what_has_no_effect_is_said(changes: dict[str, Any], note: str) -> None:
+    hardware = load_hardware(changes.pop("hardware", "laptop"))
+    few: dict[str, Any] = {"global_batch": 2, "sequence": 64, "num_ranks": 1, "effort": 0.01, "cuts": "balanced"}
+    result = search(load_model("tiny"), hardware, **few, max_simulations=1, **changes)
+    assert any(note in line for line in result.notes)
+    without = search(load_model("tiny"), hardware, **few, max_simulations=1)
+    assert not any("no effect" in line or "device_layers" in line for line in without.notes)
+
+
+def test_memory_that_may_be_used_is_what_is_reported_as_usable() -> None:
+    limit = 2**30
+    memory = tiny(max_rank_bytes=limit, max_host_bytes=2 * limit, cuts="balanced").simulation.memory
+    assert (memory.rank_capacity_bytes, memory.host_capacity_bytes) == (limit, 2 * limit)
 
 
 def test_memory_limits_are_kept() -> None:
@@ -293,6 +360,44 @@ def test_the_largest_that_fits(objective: str) -> None:
         search(deeper, small, **{**arguments, **beyond})
 
 
+@pytest.mark.parametrize("objective", ["sequence", "layers"])
+def test_the_largest_is_found_by_memory_and_searched_once(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def searched(model: Any, hardware: Any, **arguments: Any) -> SearchResult:
+        asked.append({"model": model, **arguments})
+        return search(model, hardware, **arguments)
+
+    monkeypatch.setattr("spipe.sim.objectives.search", searched)
+    found = search_for(
+        objective, load_model("tiny"), load_hardware("laptop"), global_batch=2, sequence=64, microbatch_size=1,
+        num_ranks=2, schedules=["gpipe"], effort=0.05, cuts="balanced", max_simulations=1,
+    )  # fmt: skip
+    assert len(asked) == 1
+    assert "nothing larger was tried" in found.notes[-1]
+
+
+@pytest.mark.parametrize(("objective", "constraints"), [("dollars", {}), ("memory", {"min_tokens_per_s": 1.0})])
+def test_what_ends_one_search_of_an_objective_ends_all(
+    objective: str, constraints: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches = iter([search])
+
+    def searched(model: Any, hardware: Any, **arguments: Any) -> SearchResult:
+        if (do := next(searches, None)) is None:
+            raise KeyboardInterrupt
+        return do(model, hardware, **arguments)
+
+    monkeypatch.setattr("spipe.sim.objectives.search", searched)
+    found = search_for(
+        objective, BLOCKS, load_hardware("rtx4090-cluster").resized(num_hosts=2, ranks_per_host=1), global_batch=2,
+        sequence=512, microbatch_size=1, schedules=["spipe"], effort=0.1, cuts="balanced", max_simulations=1,
+        **constraints,
+    )  # fmt: skip
+    assert found.ended == "interrupted"
+    assert found.notes[-1] == "interrupted: this is the best plan found so far"
+
+
 def test_smallest_accelerators_that_are_fast_enough() -> None:
     arguments: dict[str, Any] = {"global_batch": 8, "sequence": 64, "max_simulations": 6, "cuts": "balanced"}
     laptop, model = load_hardware("laptop"), load_model("tiny")
@@ -312,16 +417,30 @@ def test_fewest_dollars_uses_fewer_hosts_where_more_do_not_pay() -> None:
     result = search_for("dollars", model, cluster, **arguments)
     costs = [dollars_per_token(search(model, cluster.resized(num_hosts=hosts), **arguments)) for hosts in (1, 2)]
     assert dollars_per_token(result) == min(costs)
+    costs_of_it = dollars(result)
+    assert costs_of_it["dollars_per_billion_tokens"] == pytest.approx(1e9 * min(costs))
+    assert costs_of_it["dollars_per_hour"] == dollars_per_hour(cluster, costs_of_it["hosts"])
+    assert costs_of_it["priced_by"] == "rent"
+
+
+def test_what_is_not_rented_out_is_priced_by_what_it_costs_to_own() -> None:
+    host = load_hardware("rtx4090x8")
+    assert host.price is not None
+    owned = host.replace(price=host.price.replace(rent_dollars_per_hour=None, purchase_dollars=35040.0))
+    assert dollars_per_hour(owned) == pytest.approx(1 + host.price.power_dollars_per_hour)
+    assert "purchase over 4 years, and power" in priced_by(owned)
+    with pytest.raises(SpipeError, match=r"--max-dollars.*one host.*purchase over 4 years.*cheaper hardware"):
+        search_for("time", BLOCKS, owned, max_dollars_per_hour=0.1, global_batch=1, sequence=64)
 
 
 @pytest.mark.parametrize(
     ("objective", "constraints", "message"),
     [
         ("tim", {}, "objective 'tim'.*time"),
-        ("memory", {}, "needs min_tokens_per_s"),
+        ("memory", {}, r"needs min_tokens_per_s \(--min-speed\)"),
         ("time", {"max_dollars_per_hour": 0}, "max_dollars_per_hour = 0"),
         ("time", {"max_dollars_per_hour": 1}, "laptop has no price"),
-        ("time", {"min_tokens_per_s": 1e12}, "no plan for laptop can reach more than"),
+        ("time", {"min_tokens_per_s": 1e12}, "no plan for laptop can reach more"),
         ("time", {"min_tokens_per_s": "bound"}, "the best plan for laptop reaches"),
         ("dollars", {}, "laptop has no price"),
     ],

@@ -11,6 +11,7 @@ from spipe import plots
 from spipe.cli.buying import show_rows
 from spipe.hardware import HardwareSpec, load_hardware
 from spipe.model import load_model
+from spipe.sim import search
 from spipe.sim.whatif import HOURS_PER_MONTH, UPGRADES, most_helpful, what_if
 
 QUICK: dict[str, Any] = {
@@ -143,3 +144,21 @@ def test_a_gain_within_the_intervals_is_not_certain(
     words = most_helpful([base, better])["tiny", "host"]
     assert words.startswith("cpu: +20.0 %")
     assert ("not for certain" in words) != certain
+
+
+def test_an_interrupt_keeps_the_rows_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = iter([search])
+
+    def searched(*arguments: Any, **options: Any) -> Any:
+        if (do := next(searches, None)) is None:
+            raise KeyboardInterrupt
+        return do(*arguments, **options)
+
+    monkeypatch.setattr("spipe.sim.whatif.search", searched)
+    said: list[str] = []
+    laptop = load_hardware("laptop")
+    (row,) = what_if(
+        [load_model("tiny")], [("one", laptop), ("two", laptop)], progress=said.append, upgrades=(), **QUICK
+    )
+    assert row["offer"] == "one"
+    assert said[-1].startswith("interrupted: ")

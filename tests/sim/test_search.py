@@ -89,7 +89,8 @@ def test_threads_are_a_choice_and_shorten_the_step_as_far_as_there_are_cores() -
 def test_an_expensive_head_gets_a_stage_of_its_own() -> None:
     model = load_model("tiny").replace(vocab_size=250_000)
     result = search(
-        model, load_hardware("h200x4"), global_batch=16, sequence=256, schedules=["spipe"], max_simulations=16
+        model, load_hardware("h200x4"), global_batch=16, sequence=256, schedules=["spipe"], num_ranks=4,
+        max_simulations=16,
     )
     assert len(result.plan.layout.layout().backward[-1].layers) == 1
 

@@ -222,7 +222,7 @@ class _Search:
         self.ledger.ask(simulated, [candidate for candidate in held if candidate], self.ledger.simulated)
 
     def rank(self, candidates: list[Candidate]) -> None:
-        """Replay candidates, as they are and with layers held, until no bound is near the best time or it was enough."""
+        """Replay candidates, as they are and with layers held, until no bound is near the best or it was enough."""
         ledger = self.ledger
         ledger.planned = len(candidates)
         bounds = {candidate: self.space.bound_s(candidate) for candidate in candidates}

@@ -155,7 +155,8 @@ class Space:
         """Weights, gradients, master weights and moments of a layer."""
         model, fields = self.job.model, self.job.plan_fields
         dtypes = fields["precision"], fields.get("gradient_precision") or fields["precision"]
-        return (12 + sum(ELEMENT_BYTES[dtype] for dtype in dtypes)) * model.layer_num_parameters(model.layer_kind(layer))
+        per_parameter = 12 + sum(ELEMENT_BYTES[dtype] for dtype in dtypes)
+        return per_parameter * model.layer_num_parameters(model.layer_kind(layer))
 
     def _candidate(
         self, schedule: str, num_ranks: int, size: int, forward: int, backward: int, threads: int

@@ -55,9 +55,9 @@ class Ledger:
         task: Callable[[Job, Candidate], Verdict | Refusal],
         candidates: Sequence[Candidate],
         into: Verdicts,
-    ) -> None:
-        """Judge candidates and keep the verdicts of those that fit; note why the others do not."""
-        asked = []
+    ) -> list[Verdict]:
+        """Judge candidates, keep the verdicts of those that fit and return them; note why the others do not."""
+        asked, fitting = [], []
         for candidate in candidates:
             size, reason = self._too_big.get(candidate.shape, (candidate.microbatch_size + 1, ""))
             if candidate.microbatch_size >= size:
@@ -67,12 +67,14 @@ class Ledger:
         for candidate, verdict in zip(asked, self.map(task, asked), strict=True):
             if isinstance(verdict, Verdict):
                 into[verdict.candidate] = verdict
+                fitting.append(verdict)
                 self.counts["simulated" if task is simulated else "ranked"] += 1
                 continue
             self.reject(verdict.candidate, verdict.reason)
             if verdict.short is not None:
                 self._too_big[candidate.shape] = candidate.microbatch_size, verdict.reason
                 self._remember_nearest(verdict.candidate, verdict.short)
+        return fitting
 
     def discard(self, count: int) -> None:
         """Candidates that their bounds rule out."""

@@ -1,10 +1,11 @@
 """Search: the fastest plan that fits, over schedules, ranks, microbatches, stages, cuts and options.
 
 1. Candidates with balanced cuts are enumerated with a lower bound on their step time (``spipe.sim.bounds``).
-2. In the order of their bounds they are replayed without contention (``spipe.sim.replay``), until no bound is near the
-   best time.
-3. The cuts of the best are improved, driven by the replay (``spipe.sim.cuts``). Where all cuts there are can be
-   enumerated, they are instead.
+2. In the order of their bounds, and in turn of every schedule, number of ranks and microbatch size, they are replayed
+   without contention (``spipe.sim.replay``), until no bound is near the best time: as they are, and with as many layers
+   held on accelerators as there is room for.
+3. The cuts of the best, and of the best of every schedule and number of ranks, are improved, driven by the replay
+   (``spipe.sim.cuts``). Where all cuts there are can be enumerated, they are instead.
 4. The engine judges the finalists, contention and all, in the order of their replayed times, until none can be better.
 5. Single options of the best plan are varied, and its cuts are improved once more with them.
 
@@ -13,6 +14,7 @@ same inputs give the same plan, for any number of processes.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -43,6 +45,7 @@ FAMILIES = (8, 4, 4, 2, 2, 2, 2, 2)  # candidates whose cuts are improved, round
 MAX_CUTS = 512  # up to so many cuts in all are enumerated
 NEAR = 1.1  # other cuts may make a candidate so much faster than balanced ones
 HOPELESS = 1.002  # options that make a plan so much slower are left alone
+VARIED = 3  # candidates whose options are varied, at first
 WITH_INTERVAL = 8  # candidates, of the best, whose intervals are found
 
 
@@ -165,7 +168,7 @@ class _Search:
                 self.rank(self.without_short(candidates))
                 if self.cuts == "improve" and ledger.replayed and self.small_enough():
                     families = FAMILIES[: max(2, round(self.effort * len(FAMILIES)))]
-                    self.improve(best_of(ledger.replayed, families[0]), families)
+                    self.improve(_diverse(ledger.replayed, families[0]), families)
                 self.judge()
             if ledger.simulated and self.small_enough():
                 self.vary()
@@ -237,36 +240,39 @@ class _Search:
             left = [candidate for candidate in wave if candidate.bound_s < best_s(self.ledger.simulated)]
             self.ledger.discard(len(wave) - len(left))
             self.ledger.ask(simulated, left, self.ledger.simulated)
+        held = [self.space.holding(verdict) for verdict in _diverse(self.ledger.simulated, WAVE)]
+        self.ledger.ask(simulated, [candidate for candidate in held if candidate], self.ledger.simulated)
 
     def rank(self, candidates: list[Candidate]) -> None:
-        """Replay candidates, best bound first, until no bound is near the best time or there were enough."""
-        ops = ranked = 0
-        chosen = []
-        for candidate in candidates:
-            ops, ranked = ops + candidate.num_ops, ranked + 1
-            if ops > self.effort * RANKED_OPS and ranked > MIN_RANKED:
-                break
-            chosen.append(candidate)
-        if self.ranking is simulated:
-            chosen = chosen[: self.max_simulations]
-        self.ledger.planned = len(candidates)
-        for wave in _waves(chosen):
-            left = [candidate for candidate in wave if candidate.bound_s < NEAR * best_s(self.ledger.replayed)]
-            self.ledger.discard(len(wave) - len(left))
-            self.ledger.ask(self.ranking, left, self.ledger.replayed)
-        if not self.ledger.replayed:  # nothing fits so far: look further, at what needs less memory
+        """Replay candidates, as they are and with layers held, until no bound is near the best or it was enough."""
+        ledger = self.ledger
+        ledger.planned = len(candidates)
+        bounds = {candidate: self.space.bound_s(candidate) for candidate in candidates}
+        ordered = sorted(candidates, key=lambda candidate: (bounds[candidate], candidate.key))
+        budget = _Budget(self.effort * RANKED_OPS, MIN_RANKED)
+        left_out: list[Candidate] = []
+        for wave in _waves(_in_turn(ordered)):
+            near = [candidate for candidate in wave if bounds[candidate] < NEAR * best_s(ledger.replayed)]
+            asked = [candidate for candidate in near if budget.allows(candidate)]
+            if self.ranking is simulated:
+                asked = asked[: max(0, self.max_simulations - len(ledger.replayed))]
+            fitting = ledger.ask(self.ranking, asked, ledger.replayed)
+            held = [other for verdict in fitting if (other := self.space.holding(verdict)) and budget.allows(other)]
+            ledger.ask(self.ranking, held, ledger.replayed)
+            left_out += [candidate for candidate in near if candidate not in asked]
+            ledger.discard(len(wave) - len(asked))
+        if not ledger.replayed:  # nothing fits so far: look further, at what needs less memory
             chosen = sorted(candidates, key=lambda c: (c.microbatch_size, -len(c.layout.backward), c.key))
             for wave in _waves(chosen):
-                self.ledger.ask(self.ranking, wave, self.ledger.replayed)
-                if self.ledger.replayed:
+                ledger.ask(self.ranking, wave, ledger.replayed)
+                if ledger.replayed:
                     break
-        missed = sum(c.bound_s < best_s(self.ledger.replayed) for c in candidates[len(chosen) :])
-        if missed and self.ledger.replayed:
+        missed = sum(bounds[candidate] < best_s(ledger.replayed) for candidate in left_out)
+        if missed and ledger.replayed:
             self.notes.append(
                 f"{missed} candidates that might be faster by their lower bound were not looked at; fix a choice "
                 "(schedule, ranks, stages, microbatch size) to look deeper"
             )
-        self.ledger.discard(max(0, len(candidates) - len(chosen)))
 
     def improve(self, verdicts: list[Verdict], families: Sequence[int]) -> None:
         """Rounds of descent on the best candidates: fewer and fewer of them."""
@@ -316,11 +322,15 @@ class _Search:
         """
         simulations = self.ledger.simulated
         useless: set[str] = set()
-        for _ in range(3 if self.effort >= 0.5 else 1):
+        for round_ in range(3 if self.effort >= 0.5 else 1):
             best = best_of(simulations, 1)[0]
             varied = {name: c for name, c in self.space.variations(best.candidate) if name not in useless}
+            asked = list(varied.values())
+            if not round_:  # another schedule or number of ranks may gain more
+                others = [v for v in _diverse(simulations, VARIED) if best.step_s < v.step_s < NEAR * best.step_s]
+                asked += [c for other in others for _, c in self.space.variations(other.candidate)]
             found: Verdicts = {}
-            self.ledger.ask(simulated, list(varied.values()), found)
+            self.ledger.ask(simulated, asked, found)
             gain_s = 0.999 * best.step_s
             simulations |= {c: v for c, v in found.items() if v.step_s < gain_s or v.rank_bytes < best.rank_bytes}
             useless |= {name for name, c in varied.items() if c in found and found[c].step_s > HOPELESS * best.step_s}
@@ -426,6 +436,42 @@ class _Search:
                 f"{own[0]:.4g} to {own[1]:.4g} s: by what was measured, it beats none of these"
             )
         return own
+
+
+class _Budget:
+    """So many ops, in programs of candidates; at least so many candidates."""
+
+    def __init__(self, ops: float, least: int) -> None:
+        self.ops, self.least = ops, least
+
+    def allows(self, candidate: Candidate) -> bool:
+        self.ops, self.least = self.ops - candidate.num_ops, self.least - 1
+        return self.ops >= 0 or self.least >= 0
+
+
+def _in_turn(candidates: list[Candidate]) -> list[Candidate]:
+    """Alternately the next one, and the next one of those that are the best so far of their kind."""
+    seen: Counter[tuple[object, ...]] = Counter()
+    turns = []
+    for candidate in candidates:
+        kind = (*_group(candidate), candidate.microbatch_size, candidate.compute_threads)
+        turns.append((seen[kind], candidate))
+        seen[kind] += 1
+    turns.sort(key=lambda turn: turn[0])
+    pairs = zip(candidates, (candidate for _, candidate in turns), strict=True)
+    return list(dict.fromkeys(candidate for pair in pairs for candidate in pair))
+
+
+def _diverse(verdicts: Verdicts, count: int) -> list[Verdict]:
+    """The fastest, of which half may be from groups that would not be among them."""
+    ordered = best_of(verdicts)
+    firsts = {_group(verdict.candidate): verdict for verdict in reversed(ordered)}
+    chosen = dict.fromkeys([*ordered[: -(-count // 2)], *sorted(firsts.values(), key=lambda v: v.order), *ordered])
+    return sorted(list(chosen)[:count], key=lambda verdict: verdict.order)
+
+
+def _group(candidate: Candidate) -> tuple[object, ...]:
+    return candidate.schedule, candidate.num_ranks
 
 
 def _waves(candidates: Sequence[Candidate]) -> Iterator[Sequence[Candidate]]:

@@ -11,14 +11,15 @@ from spipe.hardware import HardwareSpec
 from spipe.layer_list import Model
 from spipe.layout import Layout, decoupled_layout
 from spipe.options import Options
+from spipe.plan import ELEMENT_BYTES
 from spipe.schedules import SCHEDULES, get_schedule
 from spipe.sim.bounds import least_step_s
 from spipe.sim.candidates import Candidate, any_number_of_stages, ranks_mapped
-from spipe.sim.judge import Job
+from spipe.sim.judge import Job, Verdict
 
 STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 BACKWARD_PER_FORWARD = (1, 2, 3, 4)
-HELD_LAYERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+HELD_LAYERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 FIRST_HELD = (1, 4, 16)  # tried before any is known to help; from the best of them the search climbs
 VARIATIONS: tuple[dict[str, Any], ...] = (
     {"weight_slots": 3},
@@ -28,8 +29,8 @@ VARIATIONS: tuple[dict[str, Any], ...] = (
     {"bucket_layers": 2},
     {"stage_input_route": "host"},
     {"optimizer_workers": 2},
+    {"optimizer": "sync"},
 )
-_STATE_BYTES = 16  # of a parameter that an accelerator holds: weight, gradient, master and moments
 
 
 @dataclass(frozen=True)
@@ -114,15 +115,48 @@ class Space:
     def most_held(self, candidate: Candidate | None = None) -> int:
         """How many of the lowest layers accelerators may keep with all their state; more would not fit."""
         options = {**(candidate.options if candidate else {}), **self.job.options}
-        if self.job.hardware.device != "cuda" or options.get("bucket_layers", 1) != 1:
+        unheld = options.get("bucket_layers", 1) != 1 or options.get("optimizer") == "stale"
+        if self.job.hardware.device != "cuda" or unheld:
             return 0
-        hardware, model = self.job.hardware, self.job.model
-        room = min(hardware.accelerator.usable_memory_bytes, self.job.max_rank_bytes) * max(self.num_ranks)
+        model, num_ranks = self.job.model, candidate.num_ranks if candidate else max(self.num_ranks)
+        room = self._rank_room() * num_ranks
         most = 0
         while most < model.num_total_layers and room > 0:
-            room -= _STATE_BYTES * model.layer_num_parameters(model.layer_kind(most))
+            room -= self._held_bytes(most)
             most += room > 0
         return most
+
+    def holding(self, verdict: Verdict) -> Candidate | None:
+        """The same candidate, with as many layers held as there is room for beside what its ranks need; if any more."""
+        candidate = verdict.candidate
+        held = candidate.options.get("device_layers", 0)
+        owner = {layer: stage.rank for stage in candidate.layout.backward for layer in stage.layers}
+        room = dict.fromkeys(owner.values(), self._rank_room() - verdict.rank_bytes)
+        most, number = 0 if "device_layers" in self.job.options else self.most_held(candidate), held
+        while number < most and (left := room[owner[number]] - self._held_bytes(number)) >= 0:
+            room[owner[number]] = left
+            number += 1
+        if number == held:
+            return None
+        return candidate.with_options(device_layers=number).bounded(self.job.costs(candidate), self.job.options)
+
+    def bound_s(self, candidate: Candidate) -> float:
+        """No step of a candidate can be faster, however many layers are held."""
+        most = 0 if "device_layers" in self.job.options else self.most_held(candidate)
+        if not most:
+            return candidate.bound_s
+        costs = self.job.costs(candidate)
+        return candidate.with_options(device_layers=most).bounded(costs, self.job.options).bound_s
+
+    def _rank_room(self) -> float:
+        return min(self.job.hardware.accelerator.usable_memory_bytes, self.job.max_rank_bytes)
+
+    def _held_bytes(self, layer: int) -> int:
+        """Weights, gradients, master weights and moments of a layer."""
+        model, fields = self.job.model, self.job.plan_fields
+        dtypes = fields["precision"], fields.get("gradient_precision") or fields["precision"]
+        per_parameter = 12 + sum(ELEMENT_BYTES[dtype] for dtype in dtypes)
+        return per_parameter * model.layer_num_parameters(model.layer_kind(layer))
 
     def _candidate(
         self, schedule: str, num_ranks: int, size: int, forward: int, backward: int, threads: int

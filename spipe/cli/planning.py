@@ -257,9 +257,13 @@ def certificate(result: "SearchResult") -> str:
     if result.interval_s is not None:
         low, high = result.interval_s
         spread = f"90 % interval of the step: {show.seconds(low)} to {show.seconds(high)}\n"
+    bound = f"no plan of this search has a step shorter than {show.seconds(result.lower_bound_s)} ({result.limit})"
+    if result.gap <= 1:
+        proof = f"within {100 * result.gap:.1f} % of what this hardware can do: {bound}"
+    else:
+        proof = f"no proof that it is good: its step is {1 + result.gap:.1f} times a loose bound, {bound}"
     return spread + (
-        f"within {100 * result.gap:.1f} % of what this hardware can do: no plan of this search has a step shorter than "
-        f"{show.seconds(result.lower_bound_s)} ({result.limit})\n"
+        f"{proof}\n"
         f"{counts['enumerated']} candidates, {counts['discarded']} discarded by their bounds; {counts['ranked']} plans "
         f"and cuts ranked by replay, {counts['simulated']} simulated\n"
     )

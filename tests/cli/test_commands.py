@@ -9,11 +9,13 @@ import sys
 import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from spipe import __version__
 from spipe.cli.common import processes
+from spipe.cli.planning import certificate
 from spipe.metrics import CAUSES
 from spipe.model import MODELS
 from spipe.plan import Plan
@@ -70,6 +72,15 @@ def test_search_says_how_good_the_plan_is(command: Command) -> None:
     )
     assert done.code == 0
     assert "of what this hardware can do" in done.out
+
+
+@pytest.mark.parametrize(("gap", "said"), [(0.131, "within 13.1 % of what"), (5.621, "its step is 6.6 times a loose")])
+def test_a_loose_bound_is_not_called_a_proof(gap: float, said: str) -> None:
+    counts = dict.fromkeys(("enumerated", "discarded", "ranked", "simulated"), 1)
+    result = SimpleNamespace(gap=gap, lower_bound_s=2.0, limit="compute", counts=counts, interval_s=None)
+    text = certificate(result)  # type: ignore[arg-type]
+    assert said in text
+    assert ("no proof" in text) == (gap > 1)
 
 
 def test_cross_mapping_puts_both_ends_of_the_pipeline_on_one_host(command: Command) -> None:

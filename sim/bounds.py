@@ -150,11 +150,11 @@ def least_step_s(
     hosts = -(-num_ranks // hardware.ranks_per_host)
     on_hosts = layers[min(held_layers, len(layers)) :]
     stepped = costs.num_stepped_parameters(on_hosts)
-    one_each = costs.adam_threads * costs.ranks_per_host / hardware.cpu.cores
+    one_each = costs.adam_share * costs.ranks_per_host
     on_host = (
         1.0 if steps_together else min(1.0, one_each)
     )  # several STEPs of a rank use cores that its share leaves over
-    optimizer = stepped / (hosts * hardware.cpu.adam_parameters_per_s * on_host * together)
+    optimizer = stepped / (hosts * costs.host_adam_rate * on_host * together)
     if barrier:
         optimizer += forward[:-1].sum() + num_microbatches * again[-1]
     elif not held_layers and not stale and stepped >= num_ranks * costs.num_stepped_parameters(range(1)):
@@ -174,5 +174,5 @@ def least_step_s(
     if hardware.device == "cpu":
         busy = num_microbatches * below.sum() * costs.compute_threads
         result["cores"] = float(busy + stepped / costs.adam_rate * costs.adam_threads) / (hosts * hardware.cpu.cores)
-        result["optimizer"] = float(stepped / (hosts * hardware.cpu.adam_parameters_per_s * together))
+        result["optimizer"] = float(stepped / (hosts * costs.host_adam_rate * together))
     return result

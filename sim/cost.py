@@ -295,16 +295,21 @@ class CostModel:
 
     @property
     def adam_rate(self) -> float:
-        """Parameters per second of one rank's optimizer while nothing else runs.
+        """Parameters per second of one rank's optimizer while nothing else runs."""
+        return self.host_adam_rate * self.adam_share
 
-        That of all cores is never above what the hosts' memory gives: a faster one would only take what copies need.
-        """
+    @property
+    def host_adam_rate(self) -> float:
+        """That of all cores of a host; never above what its memory gives, for a faster one would only take what copies
+        need."""
         cpu = self.hardware.cpu
-        share = self.adam_threads / cpu.cores
-        if not self.optimizer_threads:
-            share = max(share, 1 / self.ranks_per_host)  # cores that do not divide are not lost
-        limit = cpu.memory_bandwidth_bytes_per_s / self.adam_bytes
-        return min(cpu.adam_parameters_per_s, limit) * min(1.0, share)
+        return min(cpu.adam_parameters_per_s, cpu.memory_bandwidth_bytes_per_s / self.adam_bytes)
+
+    @property
+    def adam_share(self) -> float:
+        """A rank's part of it. Cores that do not divide among the ranks are not lost, unless threads were given."""
+        share = self.adam_threads / self.hardware.cpu.cores
+        return min(1.0, share if self.optimizer_threads else max(share, 1 / self.ranks_per_host))
 
     # ------------------------------------------------------------------ ops
 

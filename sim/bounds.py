@@ -151,9 +151,8 @@ def least_step_s(
     on_hosts = layers[min(held_layers, len(layers)) :]
     stepped = costs.num_stepped_parameters(on_hosts)
     one_each = costs.adam_share * costs.ranks_per_host
-    on_host = (
-        1.0 if steps_together else min(1.0, one_each)
-    )  # several STEPs of a rank use cores that its share leaves over
+    # Several STEPs of a rank use cores that its share leaves over.
+    on_host = 1.0 if steps_together else min(1.0, one_each)
     optimizer = stepped / (hosts * costs.host_adam_rate * on_host * together)
     if barrier:
         optimizer += forward[:-1].sum() + num_microbatches * again[-1]

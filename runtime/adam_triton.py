@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def adamw_kernel(  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def adamw_kernel(  # type: ignore[no-untyped-def]  # its language is not Python
     gradient, master, first_moment, second_moment, weight, count,
     scale, beta1, one_minus_beta1, beta2, one_minus_beta2, decay, step_size, epsilon,
     block: tl.constexpr,

@@ -355,7 +355,7 @@ class CudaDevice:
 def start_autograd(device: torch.device) -> None:
     """Autograd's thread for the device gets its CUDA context now; matrix libraries warn if they need it first."""
     if device.type != "cpu":
-        (torch.zeros(1, device=device, requires_grad=True) * 2).sum().backward()  # type: ignore[no-untyped-call]
+        (torch.zeros(1, device=device, requires_grad=True) * 2).sum().backward()  # type: ignore[no-untyped-call]  # torch's
 
 
 def set_deterministic(wanted: bool) -> None:

@@ -191,7 +191,7 @@ class Handlers:
                 target.add_(leaf.grad)
                 leaf.grad = None
 
-            handles.append(leaf.register_post_accumulate_grad_hook(add))  # type: ignore[no-untyped-call]
+            handles.append(leaf.register_post_accumulate_grad_hook(add))  # type: ignore[no-untyped-call]  # torch's
         torch.autograd.backward(y, gradient)
         for handle in handles:
             handle.remove()

@@ -169,7 +169,7 @@ def head(p: Parameters, x: Tensor, labels: Tensor, model: ModelSpec, z_loss: flo
     x = _norm(x, p["norm.weight"], model)
     chunk = model.loss_chunk_tokens(labels.numel())
     if chunk < labels.numel() or z_loss:
-        loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), p["lm_head.weight"], labels.flatten(), chunk, z_loss)  # type: ignore[no-untyped-call]
+        loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), p["lm_head.weight"], labels.flatten(), chunk, z_loss)  # type: ignore[no-untyped-call]  # torch's
         return loss
     logits = F.linear(x, p["lm_head.weight"])
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())

@@ -92,7 +92,7 @@ def device_facts() -> dict[str, Any]:
     facts["CUDA of torch"] = torch.version.cuda
     facts["NCCL"] = "none"
     if torch.distributed.is_nccl_available():
-        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch's
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     without = [f"{a} to {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
     if pairs:

@@ -62,7 +62,7 @@ class TensorWriter:
         self._header = header
         self._origin = 8 + len(text)
         self.num_bytes = self._origin + offset
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by close)
         self._put(len(text).to_bytes(8, "little") + text, 0)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:

@@ -79,10 +79,10 @@ def _tasks(shapes: Sequence[Shape], device: str, threads: int, effort: float) ->
     tasks.append(("host issue", lambda: layers.issue(device)))
     dtypes = sorted({*(shape[3] for shape in shapes), *(("bf16", "fp16", "fp32") if device == "cuda" else ("fp32",))})
     for each in dtypes:
-        tasks.append((f"matrix products, {each}", lambda each=each: layers.matmul(device, each, threads, effort)))  # type: ignore[misc]
+        tasks.append((f"matrix products, {each}", lambda each=each: layers.matmul(device, each, threads, effort)))  # type: ignore[misc]  # a lambda with defaults
     for shape in shapes:
         what = f"layers of {shape[0].name}, {shape[1]} x {shape[2]} {shape[3]}"
-        tasks.append((what, lambda shape=shape: layers.layers(shape, device, threads, effort)))  # type: ignore[misc]
+        tasks.append((what, lambda shape=shape: layers.layers(shape, device, threads, effort)))  # type: ignore[misc]  # as above
     return tasks
 
 

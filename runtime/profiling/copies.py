@@ -76,7 +76,7 @@ def peer_copies(effort: float) -> list[Sample]:
         for size in SIZES:
             a = torch.ones(size, dtype=torch.uint8, device=device_of(0))
             b = torch.ones(size, dtype=torch.uint8, device=device_of(target))
-            times = repeat(synchronized(lambda a=a, b=b: b.copy_(a, non_blocking=True), _COPIES), 0.15 * effort)  # type: ignore[misc]
+            times = repeat(synchronized(lambda a=a, b=b: b.copy_(a, non_blocking=True), _COPIES), 0.15 * effort)  # type: ignore[misc]  # a lambda with defaults
             about = {"bytes": size, "source": 0, "target": target}
             found.append(Sample("peer copy", about, tuple(seconds / _COPIES for seconds in times)))
     return found

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -103,7 +104,7 @@ def memory_copies(effort: float) -> list[Sample]:
     found = []
     for size in (64 << 10, MIB, 16 * MIB):
         source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-        work = lambda s=source, t=target, n=size: _native.copy(t.data_ptr(), s.data_ptr(), n)  # noqa: E731
+        work = partial(_native.copy, target.data_ptr(), source.data_ptr(), size)
         about = {"direction": "h2d", "bytes": size, "memory": "pageable", "devices": 1}
         found.append(Sample("copy", about, repeat(work, 0.2 * effort)))
     return found

@@ -30,7 +30,7 @@ def process_bytes(device: str) -> int:
 def work(device: str) -> int:
     """Run a small block and head in this process; the memory it has then. (At its start it has more for a moment, which
     a rank gives back before it takes what a run needs.)"""
-    import spipe.runtime.rank  # noqa: F401
+    import spipe.runtime.rank  # noqa: F401  (what a rank loads counts)
     from spipe.runtime.profiling import layers
 
     dtype = "bf16" if device == "cuda" else "fp32"

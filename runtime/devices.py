@@ -11,6 +11,7 @@ has been issued, because every op of a step depends on a VALIDATE or on slots of
 
 import contextlib
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ cuda: Any = torch.cuda  # much of it has no types
 GPU_LANES = frozenset({"compute", "h2d", "d2h", "h2d_in", "d2h_in", "p2p", "p2p_in", "device_step"})
 _REGISTER_BYTES = 16 << 30
 _LAYERS_AHEAD = 10  # with less than a hundred launches each
+_SWITCH_S = 1e-4  # how long another thread's Python may keep the one that launches kernels waiting
 
 
 class Device(Protocol):
@@ -42,6 +44,9 @@ class Device(Protocol):
 
     def open_lane(self, lane: int) -> None:
         """Called once at the start of a lane's thread."""
+
+    def make_room(self, op: int) -> None:
+        """Wait until the op can be issued without a wait inside the driver."""
 
     def begin(self, op: int, step: int, traced: bool) -> None:
         """Make what follows in this lane wait for the op's dependencies (whose flags are raised)."""
@@ -63,6 +68,12 @@ class Device(Protocol):
 
     def mark_step(self, step: int, traced: bool) -> None:
         """A VALIDATE has ended: tie the device's clock to the host's."""
+
+    def run_dry(self, release: Callable[[], None], timeout_s: float) -> None:
+        """After an abort: let what is queued run out, ``release`` being called until it has, or time is up.
+
+        Memory that the device still waits for must not be unmapped.
+        """
 
     def resolve_times(self, store: Store, first_step: int) -> None:
         """Replace the times of traced ops by the device's own."""
@@ -95,6 +106,8 @@ class CpuDevice:
         # Launchers export OMP_NUM_THREADS; the number is part of the plan because it changes bits.
         torch.set_num_threads(self.compute_threads)
 
+    def make_room(self, op: int) -> None: ...
+
     def begin(self, op: int, step: int, traced: bool) -> None: ...
 
     def end(self, op: int, step: int, traced: bool) -> None: ...
@@ -111,6 +124,8 @@ class CpuDevice:
         return lambda: result
 
     def mark_step(self, step: int, traced: bool) -> None: ...
+
+    def run_dry(self, release: Callable[[], None], timeout_s: float) -> None: ...
 
     def resolve_times(self, store: Store, first_step: int) -> None: ...
 
@@ -215,10 +230,12 @@ class CudaDevice:
         if lane in self._streams:
             cuda.set_stream(self._streams[lane])
 
-    def begin(self, op: int, step: int, traced: bool) -> None:
-        stream = self._streams.get(self._lane_of[op])
+    def make_room(self, op: int) -> None:
         if op in self._layers:
             self._ahead.make_room(self._layers[op])
+
+    def begin(self, op: int, step: int, traced: bool) -> None:
+        stream = self._streams.get(self._lane_of[op])
         for dependency, back in self._waits[op]:
             if step >= back:
                 event = self._events[(step - back) % 2][dependency]
@@ -291,12 +308,19 @@ class CudaDevice:
             event.synchronize()
             self._clock[step] = event, time.monotonic()
 
+    def run_dry(self, release: Callable[[], None], timeout_s: float) -> None:
+        give_up = time.monotonic() + timeout_s
+        with contextlib.suppress(RuntimeError):  # a device that has failed has nothing queued
+            while time.monotonic() < give_up and not all(stream.query() for stream in self._streams.values()):
+                release()
+                time.sleep(0.001)
+
     def resolve_times(self, store: Store, first_step: int) -> None:
         cuda.synchronize(self.device)
         for (step, op), (start, end) in self._traced.items():
             reference, host_s = self._clock.get(step, self._clock[-1])
             row = store.times[step - first_step, op]
-            row[2] = row[1] - row[0]  # as the host saw it: the time that it took to issue the op
+            row[2] = row[1] - row[0]  # as the host saw it: the time that it took to issue the op, events included
             row[0] = host_s + reference.elapsed_time(start) * 1e-3
             row[1] = row[0] + start.elapsed_time(end) * 1e-3
 
@@ -379,6 +403,7 @@ def make_device(plan: Plan, rank: int) -> Device:
     if plan.hardware.device == "cpu":
         return CpuDevice(plan.compute_threads)
     set_deterministic(plan.deterministic)
+    sys.setswitchinterval(_SWITCH_S)
     index = rank % max(cuda.device_count(), 1)
     return CudaDevice(plan.program(), rank, index, plan.hardware.accelerator.memory_bytes)
 

@@ -108,6 +108,7 @@ class Executor:
                 if time.monotonic() > give_up:
                     break  # a lane that does not come back (a blocked socket) ends with the process
         if self.flags.get(self.store.layout.abort):
+            self.device.run_dry(self.handlers.transport.release, _ABORT_S)
             raise AbortedRunError
 
     def _lane(self, lane: int) -> None:
@@ -174,8 +175,9 @@ class Executor:
             self._apply_hooks(op, step)
         traced = step >= self.traced_from
         kind = self.program.kind[op]
-        self.device.begin(op, step, traced)
+        self.device.make_room(op)
         start, cpu = time.monotonic(), time.thread_time()
+        self.device.begin(op, step, traced)
         note = self.handlers.by_kind[kind](op, step)
         self.device.end(op, step, traced)
         end = time.monotonic()

@@ -92,7 +92,7 @@ class RankProcesses:
                 pipe.send(("run", (job, rank, self._port, self._num_jobs)))
             except OSError:
                 return self._death(rank, -1)
-        running, step, problem, deadline = set(range(job.num_ranks)), -1, "", float("inf")
+        running, step, died, problem, deadline = set(range(job.num_ranks)), -1, "", "", float("inf")
         while running and time.monotonic() < deadline:
             if stop.take():
                 report({"message": f"{stop.name}: finishing the steps in flight, then a checkpoint"})
@@ -104,8 +104,10 @@ class RankProcesses:
                     what, value = pipes[rank].recv()
                 except (EOFError, OSError):
                     running.discard(rank)
-                    # The others may have noticed the loss before us: the cause comes first. And the dead cannot tell.
-                    return self._death(rank, step)
+                    # The others may have noticed the loss before us: the cause comes first. They get some time to let
+                    # go what their devices wait for.
+                    died = died or self._death(rank, step)
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
                 if what == "report":
                     step = value.get("step", step)
                     report(value)
@@ -115,7 +117,7 @@ class RankProcesses:
                     running.discard(rank)
                     problem = problem or value
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        return problem
+        return died or problem
 
     def _death(self, rank: int, step: int) -> str:
         try:

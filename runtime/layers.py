@@ -20,6 +20,7 @@ from torch import Tensor
 
 from spipe.errors import SpipeError
 from spipe.model import ModelSpec
+from spipe.runtime import fused
 
 Parameters = Mapping[str, Tensor]
 
@@ -49,10 +50,9 @@ class RotaryTable:
         """Of some neighbouring positions."""
         return RotaryTable(self.cos[first:stop], self.sin[first:stop])
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Turn x of shape (b, heads, s, head_dim)."""
-        first, second = x.chunk(2, dim=-1)
-        return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+    def apply(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn queries (b, heads, s, head_dim) and keys (b, kv_heads, s, head_dim)."""
+        return fused.rotate(q, k, self.cos, self.sin)
 
 
 def check_rotary(model: ModelSpec) -> None:
@@ -122,8 +122,8 @@ def attention(
 def feed_forward(p: Parameters, x: Tensor, model: ModelSpec, dropout: float = 0.0) -> Tensor:
     """The second part of a block, activations (b, s, h) -> (b, s, h): what the SwiGLU feed-forward adds to them."""
     y = _norm(x, p["post_attention_layernorm.weight"], model)
-    gate = F.silu(F.linear(y, p["mlp.gate_proj.weight"]))
-    y = F.linear(gate * F.linear(y, p["mlp.up_proj.weight"]), p["mlp.down_proj.weight"])
+    product = fused.swiglu(F.linear(y, p["mlp.gate_proj.weight"]), F.linear(y, p["mlp.up_proj.weight"]))
+    y = F.linear(product, p["mlp.down_proj.weight"])
     return x + (F.dropout(y, dropout) if dropout else y)
 
 
@@ -138,7 +138,7 @@ def _mixed(
     if model.qk_norm:
         q = F.rms_norm(q, (model.head_dim,), p["self_attn.q_norm.weight"], model.norm_epsilon)
         k = F.rms_norm(k, (model.head_dim,), p["self_attn.k_norm.weight"], model.norm_epsilon)
-    q, k = rotary.apply(q), rotary.apply(k)
+    q, k = rotary.apply(q, k)
     if past is not None:
         k, v = past.extended(k, v)
     mixed = F.scaled_dot_product_attention(
@@ -193,8 +193,10 @@ class ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         for rows in _chunks(len(x), chunk):
             logits = F.linear(x[rows], weight).float()
-            log_sums[rows] = logits.logsumexp(dim=1)
-            total += (log_sums[rows] - logits.gather(1, labels[rows, None])[:, 0]).sum()
+            of_labels, highest = logits.gather(1, labels[rows, None])[:, 0], logits.amax(dim=1)
+            # In place: logsumexp would need as much memory again.
+            log_sums[rows] = logits.sub_(highest[:, None]).exp_().sum(dim=1).log_().add_(highest)
+            total += (log_sums[rows] - of_labels).sum()
             del logits  # before the next ones are there
         ctx.save_for_backward(x, weight, labels, log_sums)
         ctx.chunk, ctx.z_loss = chunk, z_loss
@@ -211,7 +213,7 @@ class ChunkedLoss(torch.autograd.Function):
                 p.mul_(1 + 2 * ctx.z_loss * log_sums[rows, None])
             p.scatter_add_(1, labels[rows, None], p.new_full((len(p), 1), -1.0))
             d = p.mul_(gradient / len(x)).to(weight.dtype)
-            dx[rows] = d @ weight
+            torch.mm(d, weight, out=dx[rows])
             dweight.addmm_(d.T, x[rows])
             del p, d
         return dx, dweight, None, None, None

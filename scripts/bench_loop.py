@@ -131,11 +131,12 @@ def cuda_plans(tiny: bool) -> dict[str, Maker]:
 
     cuts = (2, 3) if tiny else (5, 11)
     return {
-        "calibrating: 1b": maker("1b", 2, 16, "blocks", **held),
+        "calibrating: 1b": maker("1b", 4, 24, "blocks", **held),
+        "1b, microbatches of 2": maker("1b", 2, 16, "blocks", **held),
         "1b, microbatches of 1": maker("1b", 1, 8, "blocks", **held),
-        "1b, 5 and 11 stages, all on the host": maker("1b", 2, 16, cuts),
+        "1b, 5 and 11 stages, all on the host": maker("1b", 4, 32, cuts),
         "1b, mobius, 3 slots": maker("1b", 4, 16, (cuts[1], cuts[1]), "mobius", weight_slots=3),
-        "1b, synchronous": maker("1b", 2, 8, cuts, optimizer="sync", barrier=True, reuse_weights=False),
+        "1b, synchronous": maker("1b", 4, 16, cuts, optimizer="sync", barrier=True, reuse_weights=False),
         "2b": maker("2b", 2, 16, "blocks", **held),
         "4b": maker("4b", 2, 16, "blocks", **held),
     }

@@ -54,6 +54,8 @@ class Fit:
         self.ops = [op for run in runs for op in run]
         self.shapes = {_shape(op.costs): op.costs for op in self.ops}
         self.fitted_layers: dict[tuple[object, ...], str] = {}
+        self.fitted_passes: set[tuple[Shape, PassName]] = set()
+        """Of blocks, or of their parts; not those that only the host bounds."""
         self.report: list[dict[str, Any]] = []
 
     def of_kind(self, *kinds: Kind) -> list[Measurement]:
@@ -84,11 +86,12 @@ class Fit:
         self.set_threads()
         seconds: dict[tuple[Shape, LayerKind, PassName], tuple[float, list[Measurement]]] = {}
         for kind, name in _PASSES:
-            if ops := self.of_kind(kind):
+            if ops := [op for op in self.of_kind(kind) if not self.hides_the_device(op, name)]:
                 for (shape, layer), value in self.one_pass(kind, name, ops).items():
                     mine = [op for op in ops if _shape(op.costs) == shape and op.layer_counts[layer]]
                     seconds[shape, layer, name] = value, mine
         self.fill_unseen(seconds)
+        self.fitted_passes = {(shape, name) for shape, layer, name in seconds if layer in _BODY}
         self.issue()
         entries = {entry.key: entry for entry in self.hardware.measured}
         for (shape, layer, name), (value, ops) in seconds.items():
@@ -111,16 +114,31 @@ class Fit:
             self.note(_layer_text(entry), value, "s", ops)
         self.update({"measured": "measured"}, measured=tuple(entries.values()))
 
+    def hides_the_device(self, op: Measurement, name: PassName) -> bool:
+        """Whether the op says how long the host took, and a profile says how long the device takes for its layers."""
+        return op.is_bound_by_host and all(self.profiled(op.costs, layer, name) for layer in op.layer_counts)
+
+    def profiled(self, costs: CostModel, layer: str, name: PassName) -> MeasuredLayer | None:
+        """What a profile says of a pass of a layer, if it does."""
+        entry = self.start.find_measured(
+            costs.model, layer, name, costs.microbatch_size, costs.sequence, costs.precision
+        )
+        return entry if entry is not None and entry.source == "profile" else None
+
     def issue(self) -> None:
-        """What the host needs to issue a pass of a layer: the bound for layers smaller than those of these runs."""
+        """What the host needs to issue a pass of a layer: the least that it takes, in these runs and with less work.
+
+        Ops that were bound by the host show it, gaps included; where there are none, the host's own clock does.
+        """
         found: dict[PassName, float] = {}
         for kind, name in _PASSES:
             issued = [op for op in self.of_kind(kind) if op.issue_s > 0 and any(map(op.layer_counts.get, _BODY))]
+            bound = [op for op in issued if op.is_bound_by_host]
             if issued:
                 found[name] = median(
-                    min(op.issue_s, op.seconds.median)
+                    (op.seconds.median + op.gap_s if bound else min(op.issue_s, op.seconds.median))
                     / sum(count * LAUNCHES.get(layer, 1.0) for layer, count in op.layer_counts.items())
-                    for op in issued
+                    for op in bound or issued
                 )
                 self.note(f"issuing a layer's {name}", found[name], "s", issued)
         if found:
@@ -180,7 +198,11 @@ class Fit:
                 ratio = next((ours / theirs for ours, theirs in pairs if ours and theirs), 1.0)
                 for layer in LAYER_KINDS:
                     known = seconds.get((shape, layer, other))
-                    if known and (shape, layer, name) not in seconds:
+                    if (
+                        known
+                        and (shape, layer, name) not in seconds
+                        and not self.profiled(self.shapes[shape], layer, name)
+                    ):
                         seconds[shape, layer, name] = known[0] * ratio, []
 
     # ------------------------------------------------------------------ bytes
@@ -346,14 +368,13 @@ class Fit:
         for _, name in _PASSES:
             ratios = []
             for costs in self.shapes.values():
-                now_s = CostModel(**{**_parts(costs), "hardware": self.hardware}).block_s(name)
-                before = CostModel(**{**_parts(costs), "hardware": self.start})
-                entry = self.start.find_measured(
-                    costs.model, "block", name, costs.microbatch_size, costs.sequence, costs.precision
-                )
-                if now_s > 0 and entry is not None and entry.source == "profile":
+                if (_shape(costs), name) not in self.fitted_passes:
+                    continue
+                now_s = CostModel(**{**_parts(costs), "hardware": _at_once(self.hardware)}).block_s(name)
+                before = CostModel(**{**_parts(costs), "hardware": _at_once(self.start)})
+                if now_s > 0 and self.profiled(costs, "block", name):
                     ratios.append(now_s / before.block_s(name))
-                unmeasured = CostModel(**{**_parts(costs), "hardware": self.start.replace(measured=())})
+                unmeasured = CostModel(**{**_parts(costs), "hardware": _at_once(self.start).replace(measured=())})
                 if now_s > 0 and (guess_s := unmeasured.block_s(name)) > 0:
                     of_peak.append(now_s / guess_s)
             if ratios:
@@ -444,6 +465,11 @@ def _slower(entry: MeasuredLayer, factor: float) -> MeasuredLayer:
 def _layer_text(entry: MeasuredLayer) -> str:
     shape = f"{entry.microbatch_size} x {entry.sequence} {entry.dtype}, hidden {entry.hidden_size}"
     return f"{entry.layer_kind} {entry.pass_name}, {shape}"
+
+
+def _at_once(hardware: HardwareSpec) -> HardwareSpec:
+    """With a host that issues everything at once."""
+    return hardware.replace(accelerator=hardware.accelerator.replace(layer_issue_s={}))
 
 
 def _parts(costs: CostModel) -> dict[str, Any]:

@@ -201,6 +201,8 @@ class CostModel:
             num_bytes = (2 if pass_name != "backward" else 4) * boundary
         else:
             activations = self.model.layer_activation_bytes(kind, size, sequence, self.element_bytes)
+            if kind in ("block", "mlp") and isinstance(self.model, ModelSpec):  # and silu(gate), which is not kept
+                activations += size * sequence * self.model.ffn_size * self.element_bytes
             moved = parameters * self.element_bytes + _ACTIVATION_PASSES * activations
             if kind in ("block", "attention") and not fused:
                 moved += _SCORE_PASSES * size * self.model.num_heads * sequence**2 * self.element_bytes

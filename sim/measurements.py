@@ -3,8 +3,8 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, replace
+from statistics import fmean, median
 
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
@@ -21,10 +21,13 @@ from spipe.trace import ROUNDING_S, Trace
 MIN_STEPS = 2
 _CLOCKS_S = 0.01  # by so much the ranks' clocks may differ
 _JUMP = 100.0  # no step takes so many times the median
+_HOST_BOUND = 0.75  # of an op's time; where the device is never late, issuing takes less
 _BUCKETED = {Kind.FETCH, Kind.OFFLOAD_GRAD, Kind.STEP, Kind.COMMIT, Kind.STORE_WEIGHTS}
 
 Group = tuple[int, int, int]
 """Kind, stage and bucket (0 where there are none): ops that take the same time."""
+ByStep = defaultdict[Group, defaultdict[int, list[float]]]
+"""What each op of a group has, by step."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,9 @@ class Measurement:
     Attributes:
         costs: the cost model of the run: shapes, precision, threads.
         group: which ops.
-        seconds: how long the op took; on device ``cpu`` the processor time it used, where the trace has it.
-        issue_s: how long the host took to issue it where it was quick; 0 where the trace does not tell.
+        seconds: how long the op took; on device ``cpu`` the processor time it used, where the trace has it. On GPUs
+            compute ops count with their mean over a step, median over steps: some come late in every step.
+        issue_s: how long the host took to issue it, in the same way; 0 where the trace does not tell.
         gap_s: what its lane took to get to it, on average but for the worst tenth; on device ``cuda`` of compute ops.
         layer_counts: layers by kind, for compute ops.
         num_bytes, source, target: for copies and messages.
@@ -54,6 +58,11 @@ class Measurement:
     target: Place
     is_remote: bool
     num_parameters: int
+
+    @property
+    def is_bound_by_host(self) -> bool:
+        """Whether a device waited for the kernels: the op took little more than the host needed to issue it."""
+        return self.issue_s > _HOST_BOUND * self.seconds.median
 
 
 def check_run(plan: Plan, trace: Trace, hardware: HardwareSpec, where: str) -> None:
@@ -138,7 +147,9 @@ def measurements(
     found = []
     for (kind_number, stage, bucket), values in durations.items():
         kind, i = Kind(kind_number), _example(program, kind_number, stage, bucket)
-        samples = Samples.of(values)
+        samples = Samples.of([seconds for of_step in values.values() for seconds in of_step])
+        if hardware.device != "cpu" and kind in COMPUTE:
+            samples = replace(samples, median=_typical(values))
         if samples.median <= 0 and kind in COMPUTE:
             raise SpipeError(f"{where}: {program.op(i)} took {samples.median} s in the median: the trace is damaged")
         if samples.median <= 0:
@@ -151,7 +162,7 @@ def measurements(
                 group=(kind_number, stage, bucket),
                 kind=kind,
                 seconds=samples,
-                issue_s=_lower_quartile(issues[kind_number, stage, bucket]),
+                issue_s=_typical(issues[kind_number, stage, bucket]),
                 gap_s=_usual_mean(gaps[kind_number, stage, bucket])
                 if hardware.device == "cpu" or kind in COMPUTE
                 else 0.0,
@@ -173,9 +184,9 @@ def _usual_mean(values: list[float]) -> float:
     return sum(kept) / len(kept) if kept else 0.0
 
 
-def _lower_quartile(values: list[float]) -> float:
-    """Launches that had to wait (for a full queue, say) are not what issuing takes."""
-    return sorted(values)[len(values) // 4] if values else 0.0
+def _typical(by_step: dict[int, list[float]]) -> float:
+    """The mean over a step's ops, median over steps."""
+    return median(map(fmean, by_step.values())) if by_step else 0.0
 
 
 def _example(program: Program, kind: int, stage: int, bucket: int) -> int:
@@ -195,21 +206,21 @@ class _Reading:
         self.on_cpu = costs.hardware.device == "cpu"
         self.row = {(step, op): row for row, (step, op) in enumerate(zip(trace.step, trace.op, strict=True))}
 
-    def groups(self) -> tuple[dict[Group, list[float]], dict[Group, list[float]], dict[Group, list[float]]]:
-        """Durations, gaps and issue times of the ops of each group."""
+    def groups(self) -> tuple[ByStep, dict[Group, list[float]], ByStep]:
+        """Durations, gaps and issue times of the ops of each group; the first and last by step."""
         program, trace = self.program, self.trace
-        durations: dict[Group, list[float]] = defaultdict(list)
+        durations: ByStep = defaultdict(lambda: defaultdict(list))
         gaps: dict[Group, list[float]] = defaultdict(list)
-        issues: dict[Group, list[float]] = defaultdict(list)
+        issues: ByStep = defaultdict(lambda: defaultdict(list))
         could_start = self.could_start()
         for row, (i, step) in enumerate(zip(trace.op, trace.step, strict=True)):
             kind = Kind(program.kind[i])
             if step not in self.steps or kind in RECVS or kind in COLLECTIVES:
                 continue
             group = (int(kind), program.stage[i], program.index[i] if kind in _BUCKETED else 0)
-            durations[group].append(self.seconds(row))
+            durations[group][step].append(self.seconds(row))
             if not self.on_cpu and trace.cpu_s[row] > 0:
-                issues[group].append(trace.cpu_s[row])
+                issues[group][step].append(trace.cpu_s[row])
             before = could_start[row]
             if program.partner[i] >= 0:  # the wait for the other side is not what the lane takes
                 other = self.row.get((step, program.partner[i]))
@@ -220,7 +231,9 @@ class _Reading:
             group = (program.kind[members[0]], program.stage[members[0]], 0)
             for step in self.steps:
                 rows = [self.row[step, i] for i in members if (step, i) in self.row]
-                durations[group].append(max(trace.end_s[row] for row in rows) - max(trace.start_s[row] for row in rows))
+                durations[group][step].append(
+                    max(trace.end_s[row] for row in rows) - max(trace.start_s[row] for row in rows)
+                )
         return durations, gaps, issues
 
     def could_start(self) -> list[float]:

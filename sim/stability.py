@@ -55,7 +55,9 @@ def trend(times: Sequence[float]) -> float:
 
 
 def processor_share(program: Program, trace: Trace, warmup: int = 0) -> float | None:
-    """Processor time of compute ops over their duration; None where the trace has none."""
+    """Processor time of compute ops over their duration; None where the trace has none (on GPUs)."""
+    if str(trace.metadata.get("device", "")).startswith("cuda"):
+        return None
     used = lasted = 0.0
     for step, i, start, end, cpu_s in zip(
         trace.step, trace.op, trace.start_s, trace.end_s, trace.cpu_s, strict=True

@@ -258,7 +258,7 @@ class ModelSpec(Spec):
 
         In elements per token: attention and mlp each the normed input and the output 2h. Attention: queries and output
         2a; keys and values 2k (with q/k norms also their inputs, and the queries as attention reads them: 2a + k); and
-        4 bytes per head for the log-sum-exp (and for each q/k norm). Mlp: gate, up, silu(gate) and the product 4f.
+        4 bytes per head for the log-sum-exp (and for each q/k norm). Mlp: gate, up and the product 3f.
         Block: both. Head: normed input h and, in fp32, the log-softmax V; in chunks only the former. Embedding: token
         ids.
         """
@@ -274,7 +274,7 @@ class ModelSpec(Spec):
             attention += 2 * self.attention_size + self.kv_size
             heads += self.num_heads + self.num_kv_heads
         attention_bytes = tokens * (element_bytes * attention + 4 * heads)
-        mlp_bytes = tokens * element_bytes * (2 * h + 4 * self.ffn_size)
+        mlp_bytes = tokens * element_bytes * (2 * h + 3 * self.ffn_size)
         return _of_block(kind, attention_bytes, mlp_bytes, attention_bytes + mlp_bytes)
 
     def layer_backward_bytes(self, kind: str, num_sequences: int, sequence: int, element_bytes: int) -> int:
@@ -299,13 +299,16 @@ class ModelSpec(Spec):
         """The largest temporaries of one layer's forward pass without autograd, its output included.
 
         Attention and mlp: residual and normed input 2h, and queries, keys, values and output 2a + 2k, or gate, up and
-        product 3f; block: the larger of the two. Head: normed input, logits, and in fp32 logits and log-softmax.
+        product 3f; block: the larger of the two. Head: normed input, logits, and in fp32 logits and log-softmax; in
+        chunks without the latter.
         """
         tokens, h = num_sequences * sequence, self.hidden_size
         if kind == "embedding":
             return tokens * h * element_bytes
         if kind == "head":
-            return tokens * h * element_bytes + self.loss_chunk_tokens(tokens) * self.vocab_size * (element_bytes + 8)
+            chunk = self.loss_chunk_tokens(tokens)
+            in_fp32 = 8 if chunk == tokens else 4
+            return tokens * h * element_bytes + chunk * self.vocab_size * (element_bytes + in_fp32)
         attention, mlp = 2 * (self.attention_size + self.kv_size), 3 * self.ffn_size
         return tokens * element_bytes * (2 * h + _of_block(kind, attention, mlp, max(attention, mlp)))
 

@@ -1,13 +1,16 @@
 """Layers on their own: forward, recompute and backward of each kind, matrix products, and what issuing an op costs.
 
 A round of a layer is what a step does with it: forward without autograd, forward with it, backward into gradients that
-are there. Rounds follow each other without a pause, so that a device has the clocks of a long run.
+are there. Rounds follow each other without a pause, so that a device has the clocks of a long run. A layer is what the
+device needs for it: where the host issues its kernels more slowly than they run, it gets a lead.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,6 +30,9 @@ PASSES = ("forward", "recompute", "backward")
 _WARM_S = {"cuda": 0.5, "cpu": 0.03}
 _ROUNDS_S = {"cuda": 1.2, "cpu": 0.6}
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 200
+_LED = 6  # rounds that are issued ahead, of less than a hundred launches each
+_LATE = 0.7  # of a round's time: a host that takes longer to issue it is late now and then
+_LEAD_SIZE = 8192
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ def _build(model: ModelSpec, kind: LayerKind, size: int, sequence: int, dtype_na
 
 def _rounds(layer: _Layer, device: str, threads: int, effort: float) -> list[tuple[float, float, float]]:
     """Seconds of forward, recompute and backward in every round. With one thread on the CPU: processor time."""
-    timed = _cuda_round if device == "cuda" else _cpu_round(_clock(threads))
+    timed: Callable[[_Layer, int], Rounds] = _CudaRounds(layer) if device == "cuda" else _cpu_round(_clock(threads))
     begin = time.perf_counter()
     timed(layer, 2)
     once_s = timed(layer, 1)[-1]
@@ -136,10 +142,37 @@ def _cpu_round(clock: Callable[[], float]) -> Callable[[_Layer, int], Rounds]:
     return run
 
 
-def _cuda_round(layer: _Layer, count: int) -> Rounds:
-    """Rounds in a row, timed by events of the stream."""
-    events = []
-    for _ in range(count):
+class _CudaRounds:
+    """Rounds in a row, timed by events of the stream.
+
+    Where issuing a round takes about as long as the round, matrix products keep the device busy until some rounds are
+    issued: few enough for the driver's queue.
+    """
+
+    def __init__(self, layer: _Layer) -> None:
+        self._square = torch.randn(_LEAD_SIZE, _LEAD_SIZE, device=layer.x.device).to(torch.bfloat16)
+        self._product = torch.empty_like(self._square)
+        self._lead(2)
+        lead_s = repeat(synchronized(lambda: self._lead(1)), 0.0)
+        self._issue_s, self._lead_s = self._issue_time(layer), median(lead_s)
+        self._leads = True
+        self._leads = self._issue_s > _LATE * sum(self(layer, _LED)[-1])
+
+    def _issue_time(self, layer: _Layer) -> float:
+        """Seconds until a round is issued, the second time."""
+        for _ in range(2):
+            cuda.synchronize()
+            begin = time.perf_counter()
+            self._issue(layer)
+            issue_s = time.perf_counter() - begin
+        cuda.synchronize()
+        return issue_s
+
+    def _lead(self, count: int) -> None:
+        for _ in range(count):
+            torch.mm(self._square, self._square, out=self._product)
+
+    def _issue(self, layer: _Layer) -> list[Any]:
         four = [cuda.Event(enable_timing=True) for _ in range(4)]
         four[0].record()
         layer.forward()
@@ -148,10 +181,16 @@ def _cuda_round(layer: _Layer, count: int) -> Rounds:
         four[2].record()
         layer.backward(y)
         four[3].record()
-        del y
-        events.append(four)
-    cuda.synchronize()
-    return [(1e-3 * a.elapsed_time(b), 1e-3 * b.elapsed_time(c), 1e-3 * c.elapsed_time(d)) for a, b, c, d in events]
+        return four
+
+    def __call__(self, layer: _Layer, count: int) -> Rounds:
+        events = []
+        for number in range(count):
+            if self._leads and number % _LED == 0:
+                self._lead(math.ceil(2 * _LED * self._issue_s / self._lead_s))
+            events.append(self._issue(layer))
+        cuda.synchronize()
+        return [(1e-3 * a.elapsed_time(b), 1e-3 * b.elapsed_time(c), 1e-3 * c.elapsed_time(d)) for a, b, c, d in events]
 
 
 def matmul(device: str, dtype: str, threads: int, effort: float) -> list[Sample]:

@@ -191,7 +191,7 @@ def test_grouped_key_value_heads_cost_less() -> None:
 def test_bytes_of_boundaries_and_activations() -> None:
     model = ModelSpec(**SMALL)
     assert model.boundary_bytes(3, 10, 2) == 3 * 10 * 64 * 2
-    assert model.layer_activation_bytes("block", 1, 10, 2) == 10 * (2 * (4 * 64 + 4 * 64 + 4 * 96) + 4 * 4)
+    assert model.layer_activation_bytes("block", 1, 10, 2) == 10 * (2 * (4 * 64 + 4 * 64 + 3 * 96) + 4 * 4)
     assert model.layer_activation_bytes("head", 1, 10, 2) == 10 * (2 * 64 + 4 * 100)
     assert model.layer_activation_bytes("embedding", 1, 10, 2) == 80
     assert model.layer_forward_activation_bytes("block", 2, 10, 2) < model.layer_activation_bytes("block", 2, 10, 2)

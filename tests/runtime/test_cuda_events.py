@@ -50,6 +50,9 @@ class FakeStream:
 
     def synchronize(self) -> None: ...
 
+    def query(self) -> bool:
+        return True
+
 
 _waits = threading.local()
 
@@ -185,3 +188,29 @@ def test_ops_are_issued_ahead_of_the_device_only_so_far(sizes: list[int]) -> Non
             assert sum(sizes_of[n] for n in [running[0] - 1, *running] if n >= 0) + size > 10 or running[0] == 0
         ahead.issued(Done(number), size)
     assert done == sorted(done)
+
+
+def test_after_an_abort_waiting_streams_are_let_go_until_they_have_run_dry(
+    small_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writes that are queued take a released counter back, so that once is not enough."""
+    monkeypatch.setattr(devices, "cuda", fake_cuda())
+    plan = small_plan(2).model_copy(update={"hardware": load_hardware("h200x2")})
+    device = CudaDevice(plan.program(), 0, 0, 1 << 40)
+    released: list[float] = []
+    stuck = next(iter(device._streams.values()))
+    monkeypatch.setattr(stuck, "query", lambda: len(released) >= 3, raising=False)
+    device.run_dry(lambda: released.append(0.0), 60.0)
+    assert len(released) == 3
+    device.run_dry(lambda: released.append(0.0), 60.0)
+    assert len(released) == 3
+    monkeypatch.setattr(stuck, "query", lambda: False)
+    begin = time.monotonic()
+    device.run_dry(lambda: None, 0.05)
+    assert time.monotonic() - begin < 5
+
+    def failed() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(stuck, "query", failed)
+    device.run_dry(lambda: None, 60.0)

@@ -11,7 +11,7 @@ from reference import Reference
 from spipe.errors import SpipeError
 from spipe.model import MODELS, ModelSpec
 from spipe.plan import Plan
-from spipe.runtime import layers
+from spipe.runtime import fused, layers
 
 MODEL = ModelSpec(
     name="odd", num_layers=2, hidden_size=24, ffn_size=40, num_heads=6, num_kv_heads=2, head_dim=8, vocab_size=50,
@@ -174,3 +174,56 @@ def test_200_steps_have_the_losses_of_torch_adamw(small_plan: Callable[..., Plan
     assert ours.losses[-1] < ours.losses[0] - 0.5
     worst = max(abs(a - b) / b for a, b in zip(ours.losses, theirs.losses, strict=True))
     assert worst < 1e-5
+
+
+FUSED_DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", FUSED_DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (3, 1, 12), (32, 8, 128)])
+def test_fused_rotary_positions_have_the_bits_of_single_operations(
+    device: str, dtype: torch.dtype, heads: int, kv_heads: int, size: int
+) -> None:
+    """Forward and backward, with the strides that projections give queries and keys."""
+    generator = torch.Generator(device).manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    angles = torch.randn((7, size // 2), generator=generator, device=device)
+    cos, sin = (torch.cat((x, x), 1).to(dtype) for x in (angles.cos(), angles.sin()))
+    q, k = (random(2, 7, count, size).transpose(1, 2).requires_grad_() for count in (heads, kv_heads))
+    ours, plain = fused.rotate(q, k, cos, sin), tuple(fused.rotate_eager(x, cos, sin) for x in (q, k))
+    gradients = [random(*x.shape) for x in ours]
+    for x, y in zip(ours, plain, strict=True):
+        assert torch.equal(x, y)
+    for x, y in zip(
+        torch.autograd.grad(ours, (q, k), gradients), torch.autograd.grad(plain, (q, k), gradients), strict=True
+    ):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("device", FUSED_DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused_swiglu_is_that_of_single_operations_and_keeps_its_two_inputs(device: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator(device).manual_seed(4)
+    gate, up, gradient = (torch.randn((3, 5, 77), generator=generator, device=device).to(dtype) for _ in range(3))
+    leaves = gate.requires_grad_(), up.requires_grad_()
+    kept: list[int] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x.data_ptr())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        ours = fused.swiglu(gate, up)
+    assert sorted(kept) == sorted(leaf.data_ptr() for leaf in leaves)
+    plain = F.silu(gate) * up
+    found = (ours, *torch.autograd.grad(ours, leaves, gradient))
+    expected = (plain, *torch.autograd.grad(plain, leaves, gradient))
+    for x, y in zip(found, expected, strict=True):
+        if device == "cpu":
+            assert torch.equal(x, y)
+        else:  # exponentials differ in their last bits
+            torch.testing.assert_close(x, y)

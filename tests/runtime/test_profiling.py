@@ -1,6 +1,7 @@
 """Profiling: every part gives samples, on this machine's CPU and on pretended GPUs; what fails becomes a note."""
 
 import contextlib
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -137,7 +138,17 @@ def test_the_parts_for_gpus_run_on_two_pretended_ones(monkeypatch: pytest.Monkey
     assert {s.what for s in samples} == {"copy", "peer copy", "device copy", "page lock", "adam"}
     assert all(min(s.seconds) > 0 for s in samples)
     layer = layers._build(SMALL, "block", 2, 16, "fp32", "cpu")
-    assert layers._cuda_round(layer, 3) == [(1e-3, 1e-3, 1e-3)] * 3
+    monkeypatch.setattr(layers, "_LEAD_SIZE", 8)
+    rounds = layers._CudaRounds(layer)
+    assert rounds(layer, 3) == [(1e-3, 1e-3, 1e-3)] * 3
+    # A device that is as fast as the host gets a lead, long enough to issue a few rounds; a slow one gets none.
+    leads: list[int] = []
+    monkeypatch.setattr(rounds, "_lead", leads.append)
+    for late, expected in ((True, math.ceil(layers._LED / layers._LATE / 2)), (False, 0)):
+        leads.clear()
+        rounds._leads, rounds._issue_s, rounds._lead_s = late, 0.5, layers._LATE * 2
+        assert len(rounds(layer, 2 * layers._LED + 1)) == 2 * layers._LED + 1
+        assert sum(leads) == 3 * expected
     fake.cudart = lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2)
     with pytest.raises(RuntimeError, match="gave CUDA error 2"):
         copies.page_lock(1.0)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from spipe.errors import SpipeError
-from spipe.hardware import HardwareSpec, load_hardware
+from spipe.hardware import HardwareSpec, MeasuredLayer, load_hardware
 from spipe.memory import memory
 from spipe.model import ModelSpec, load_model
 from spipe.ops import Kind
@@ -448,6 +448,66 @@ def test_drift_outliers_and_busy_machines_are_said() -> None:
     trace.cpu_s = array("d", [0.5 * seconds for seconds in trace.cpu_s])
     (busy,) = warnings_of(program, trace, steady, 3)
     assert re.search(r"compute ops had the processor for only \d\d% of their time", busy)
+    trace.metadata["device"] = "cuda:0, some GPU"  # where the host only issues, it says nothing
+    assert warnings_of(program, trace, steady, 3) == []
+
+
+def test_a_run_that_is_bound_by_its_host_says_nothing_of_how_fast_layers_are() -> None:
+    """The profile knew the layers; the run only shows how long the host needs. Other plans follow from both."""
+    small, large = gpu_plan(global_batch=16), gpu_plan(microbatch_size=4, global_batch=32)
+    known = [CostModel.of(plan, GPU) for plan in (small, large)]
+    profiled = GPU.replace(
+        measured=tuple(
+            MeasuredLayer.model_validate(
+                {
+                    "source": "profile", "layer_kind": kind, "pass_name": name,
+                    "microbatch_size": costs.microbatch_size, "sequence": 1024, "dtype": "bf16",
+                    "seconds": costs.layer_s(kind, name),
+                    **MeasuredLayer.shape_of(load_model("llama2-7b"), kind),
+                }
+            )
+            for costs in known
+            for kind in ("embedding", "block", "head")
+            for name in ("forward", "recompute", "backward")
+        )
+    )  # fmt: skip
+    issue_s = {
+        name: 2.0 * known[0].layer_s("block", name) for name in ("forward", "recompute", "backward")
+    }  # less than four times as many tokens take
+    truth = profiled.replace(accelerator=profiled.accelerator.replace(layer_issue_s=issue_s))
+    ((plan, trace),) = runs([small], truth)
+    trace.cpu_s = array("d", [0.95 * (end - start) for start, end in zip(trace.start_s, trace.end_s, strict=True)])
+    found = calibrate([(plan, trace)], profiled)
+    assert found.hardware.accelerator.layer_issue_s == pytest.approx(issue_s, rel=0.02)
+    assert found.runs[0]["before_s"] < 0.8 * found.runs[0]["measured_s"]
+    assert found.runs[0]["error"] == pytest.approx(0, abs=0.01)
+    for entry in found.hardware.measured:
+        if entry.layer_kind == "block":
+            before = profiled.find_measured(
+                small.model, "block", entry.pass_name, entry.microbatch_size, entry.sequence, entry.dtype
+            )
+            assert before is not None
+            assert entry.seconds == pytest.approx(before.seconds, rel=0.01)
+    assert simulate(large, hardware=found.hardware).step_s == pytest.approx(
+        simulate(large, hardware=truth).step_s, rel=0.01
+    )
+
+
+def test_ops_that_now_and_then_come_late_count_with_their_mean() -> None:
+    """Every fourth compute op takes twice as long: a step is as long as the sum of its ops, not of their medians."""
+    ((plan, trace),) = runs([gpu_plan(global_batch=16)], GPU)
+    program = plan.program()
+    found = []
+    for every in (10**9, 4):
+        slow = Trace.empty(program, "measured")
+        for row, (i, step) in enumerate(zip(trace.op, trace.step, strict=True)):
+            extra = (trace.end_s[row] - trace.start_s[row]) * (
+                program.kind[i] == Kind.FORWARD and program.index[i] % every == every - 1
+            )
+            slow.add(step, i, trace.ready_s[row], trace.start_s[row] - extra, trace.end_s[row])
+        hardware = calibrate([(plan, slow)]).hardware
+        found.append(CostModel.of(plan, hardware).layer_s("block", "forward"))
+    assert found[1] == pytest.approx(1.25 * found[0], rel=0.02)
 
 
 def test_what_a_gpu_takes_to_get_to_the_next_op_is_part_of_it() -> None:

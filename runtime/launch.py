@@ -108,6 +108,7 @@ class RankProcesses:
                     # go what their devices wait for.
                     died = died or self._death(rank, step)
                     deadline = min(deadline, time.monotonic() + GRACE_S)
+                    continue
                 if what == "report":
                     step = value.get("step", step)
                     report(value)

@@ -283,12 +283,14 @@ class CudaDevice:
     def keep(self, tensor: torch.Tensor) -> None:
         # Waiting for the producer here bounds how far the compute lane issues ahead of its messages, and so how many
         # dropped tensors the allocator has to hold back.
-        stream = cuda.current_stream(self.device)
-        stream.synchronize()
-        tensor.record_stream(stream)
+        self.finish_lane()
+        tensor.record_stream(cuda.current_stream(self.device))
 
     def finish_lane(self) -> None:
-        cuda.current_stream(self.device).synchronize()
+        # By an event, because a thread that waits for a stream keeps a core busy, which the optimizer has a use for.
+        event = cuda.Event(blocking=True)
+        event.record(cuda.current_stream(self.device))
+        event.synchronize()
 
     def statistics(self, gradient: torch.Tensor, dtype: str) -> Callable[[], tuple[bool, float]]:
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)

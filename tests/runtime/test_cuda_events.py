@@ -48,7 +48,8 @@ class FakeStream:
     def wait_event(self, event: FakeEvent) -> None:
         event.synchronize()
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        raise AssertionError("a thread that waits for a stream keeps a core busy")
 
     def query(self) -> bool:
         return True
@@ -214,3 +215,22 @@ def test_after_an_abort_waiting_streams_are_let_go_until_they_have_run_dry(
 
     monkeypatch.setattr(stuck, "query", failed)
     device.run_dry(lambda: None, 60.0)
+
+
+def test_threads_wait_for_copies_without_keeping_a_core_busy(
+    small_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, bool]] = []
+
+    class Event(FakeEvent):
+        def __init__(self, **options: bool) -> None:
+            super().__init__(**options)
+            made.append(options)
+
+    monkeypatch.setattr(devices, "cuda", SimpleNamespace(**(vars(fake_cuda()) | {"Event": Event})))
+    plan = small_plan(1).model_copy(update={"hardware": load_hardware("h200x2")})
+    device = CudaDevice(plan.program(), 0, 0, 1 << 40)
+    made.clear()
+    device.finish_lane()
+    device.keep(SimpleNamespace(record_stream=lambda stream: None))  # type: ignore[arg-type]
+    assert made == [{"blocking": True}] * 2

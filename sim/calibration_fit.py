@@ -12,7 +12,7 @@ from spipe.ops import PARTNER, Kind
 from spipe.plan import Plan
 from spipe.sim.cost import LAUNCHES, CostModel
 from spipe.sim.fitting import Prior, nonnegative_fit
-from spipe.sim.measurements import Measurement, measurements
+from spipe.sim.measurements import Measurement, bound_by_host, measurements
 from spipe.sim.simulation import simulate
 from spipe.topology import Link, Place
 
@@ -52,6 +52,7 @@ class Fit:
         self.start = self.hardware = hardware
         self.runs = runs
         self.ops = [op for run in runs for op in run]
+        self.bound_by_host = {id(op) for run in runs for op in bound_by_host(run)}
         self.shapes = {_shape(op.costs): op.costs for op in self.ops}
         self.fitted_layers: dict[tuple[object, ...], str] = {}
         self.fitted_passes: set[tuple[Shape, PassName]] = set()
@@ -116,7 +117,7 @@ class Fit:
 
     def hides_the_device(self, op: Measurement, name: PassName) -> bool:
         """Whether the op says how long the host took, and a profile says how long the device takes for its layers."""
-        return op.is_bound_by_host and all(self.profiled(op.costs, layer, name) for layer in op.layer_counts)
+        return id(op) in self.bound_by_host and all(self.profiled(op.costs, layer, name) for layer in op.layer_counts)
 
     def profiled(self, costs: CostModel, layer: str, name: PassName) -> MeasuredLayer | None:
         """What a profile says of a pass of a layer, if it does."""
@@ -133,10 +134,10 @@ class Fit:
         found: dict[PassName, float] = {}
         for kind, name in _PASSES:
             issued = [op for op in self.of_kind(kind) if op.issue_s > 0 and any(map(op.layer_counts.get, _BODY))]
-            bound = [op for op in issued if op.is_bound_by_host]
+            bound = [op for op in issued if id(op) in self.bound_by_host]
             if issued:
                 found[name] = median(
-                    (op.seconds.median + op.gap_s if bound else min(op.issue_s, op.seconds.median))
+                    (op.seconds.median + op.gap_s if bound else op.issue_s)
                     / sum(count * LAUNCHES.get(layer, 1.0) for layer, count in op.layer_counts.items())
                     for op in bound or issued
                 )

@@ -99,7 +99,16 @@ class CostModel:
         return {(kind, name): self._least_s(kind, name) for kind in kinds for name in PASS_FACTOR}
 
     def _least_s(self, kind: str, pass_name: PassName) -> float:
-        return max(self._layer_s(kind, pass_name), self._issue_s(kind, pass_name))
+        """What the device needs, or the host if that is more; of recompute and backward, which take turns, together."""
+        if pass_name == "forward":
+            return max(self._layer_s(kind, pass_name), self._issue_s(kind, pass_name))
+        passes: tuple[PassName, PassName] = ("recompute", "backward")
+        recompute, backward = (self._issue_s(kind, name) - self._layer_s(kind, name) for name in passes)
+        late_s = max(recompute + backward, 0.0)
+        in_recompute_s = min(late_s, max(recompute, 0.0))
+        return self._layer_s(kind, pass_name) + (
+            in_recompute_s if pass_name == "recompute" else late_s - in_recompute_s
+        )
 
     def _issue_s(self, kind: str, pass_name: PassName) -> float:
         """Least seconds of a pass of a layer, however few its operations: what the host needs to issue its kernels."""

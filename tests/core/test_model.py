@@ -198,8 +198,8 @@ def test_bytes_of_boundaries_and_activations() -> None:
 
 
 # Mebibytes by which PyTorch 2.11 raised its peak on an H200 in bf16, for (b, s, h, FFN, heads, key/value heads, V, q/k
-# norm): forward of a block alone, what its recompute keeps, the peak of both passes; the same without the second for the
-# head, whose logits come in chunks in the fourth and fifth case.
+# norm): forward of a block alone, what its recompute keeps, the peak of both passes; forward and peak of the head (in
+# the fourth and fifth case its logits come in chunks).
 MEASURED = [
     ((2, 2048, 4096, 11008, 32, 32, 32000, False), (322.0, 514.5, 686.5, 1282.0, 1532.0)),
     ((1, 2048, 4096, 11008, 32, 32, 32000, False), (161.0, 257.3, 386.3, 641.0, 766.0)),

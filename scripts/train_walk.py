@@ -55,7 +55,7 @@ BILLION = ModelSpec(
     max_sequence=2048,
 )  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cuda": {"model": "1b", "steps": 40, "sequence": 512, "global_batch": 32, "precision": "bf16"},
+    "cuda": {"model": "1b", "steps": 24, "sequence": 1024, "global_batch": 16, "precision": "bf16"},
     "cpu": {"model": "tiny", "steps": 60, "sequence": 64, "global_batch": 8, "precision": "fp32"},
 }
 MICROBATCH, VALIDATION_FRACTION, LOGIT_TOKENS = 2, 0.05, 64

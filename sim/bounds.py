@@ -129,7 +129,7 @@ def least_step_s(
     model, hardware = costs.model, costs.hardware
     layers = range(model.num_total_layers)
     forward, again, backward = (
-        np.array([costs.stage_s(range(i, i + 1), name) for i in layers])
+        np.array([costs.device_s(model.layer_kind(i), name) for i in layers])
         for name in ("forward", "recompute", "backward")
     )
     full_forward = full_forward and recompute  # without, what a forward covers is not computed again

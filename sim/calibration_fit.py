@@ -23,6 +23,7 @@ _PASSES: tuple[tuple[Kind, PassName], ...] = (
 )
 _BODY: tuple[LayerKind, ...] = ("block", *BLOCK_PARTS)
 _UNEXPLAINED = 1.05  # what is beyond this is worth a warning
+_ISSUE_KNOWN = 0.2  # how surely a profile knows what issuing a layer takes
 _ROUNDS, _SETTLED, _MOST_SETTLED, _SETTLING_RUNS = 3, 0.01, 2.0, 4
 _FIXED = (Kind.LOAD_TOKENS, Kind.STORE_STAGE_INPUT, Kind.LOAD_STAGE_INPUT, Kind.COMMIT, Kind.VALIDATE, Kind.BARRIER)
 
@@ -127,25 +128,37 @@ class Fit:
         return entry if entry is not None and entry.source == "profile" else None
 
     def issue(self) -> None:
-        """What the host needs to issue a pass of a layer: the least that it takes, in these runs and with less work.
+        """What the host needs to issue a pass of a layer, and an op: the least that they take, with less work, too.
 
-        Ops that were bound by the host show it, gaps included; where there are none, the host's own clock does.
+        Ops that were bound by the host show it, gaps included; where there are none, the host's own clock does. What is
+        known of layers decides where all ops have as many.
         """
-        found: dict[PassName, float] = {}
+        accelerator = self.start.accelerator
+        layers, ops = dict(accelerator.layer_issue_s), dict(accelerator.op_issue_s)
         for kind, name in _PASSES:
             issued = [op for op in self.of_kind(kind) if op.issue_s > 0 and any(map(op.layer_counts.get, _BODY))]
+            issued = [op for op in issued if not {"embedding", "head"} & op.layer_counts.keys()] or issued
             bound = [op for op in issued if id(op) in self.bound_by_host]
-            if issued:
-                found[name] = median(
-                    (op.seconds.median + op.gap_s if bound else op.issue_s)
-                    / sum(count * LAUNCHES.get(layer, 1.0) for layer, count in op.layer_counts.items())
-                    for op in bound or issued
-                )
-                self.note(f"issuing a layer's {name}", found[name], "s", issued)
-        if found:
-            accelerator = self.hardware.accelerator
-            issue_s = {**accelerator.layer_issue_s, **found}
-            self.update({"accelerator.layer_issue_s": "fitted"}, accelerator=accelerator.replace(layer_issue_s=issue_s))
+            if not issued:
+                continue
+            rows = [
+                [sum(count * LAUNCHES.get(layer, 1.0) for layer, count in op.layer_counts.items()), 1.0]
+                for op in bound or issued
+            ]
+            seconds = [op.seconds.median + op.gap_s if bound else op.issue_s for op in bound or issued]
+            known = accelerator.layer_issue_s.get(name)
+            prior = (
+                Prior([0.0, 1.0], 0.0, median(seconds))
+                if known is None
+                else Prior([1.0, 0.0], known, _ISSUE_KNOWN * known)
+            )
+            layers[name], ops[name] = map(float, nonnegative_fit(rows, seconds, [prior], _spread(issued)))
+            self.note(f"issuing a layer's {name}", layers[name], "s", issued)
+            self.note(f"issuing an op's {name}, beside its layers", ops[name], "s", issued)
+        if layers:
+            accelerator = self.hardware.accelerator.replace(layer_issue_s=layers, op_issue_s=ops)
+            provenance = {"accelerator.layer_issue_s": "fitted", "accelerator.op_issue_s": "fitted"}
+            self.update(provenance, accelerator=accelerator)
 
     def set_threads(self) -> None:
         if self.hardware.device != "cpu":
@@ -470,7 +483,7 @@ def _layer_text(entry: MeasuredLayer) -> str:
 
 def _at_once(hardware: HardwareSpec) -> HardwareSpec:
     """With a host that issues everything at once."""
-    return hardware.replace(accelerator=hardware.accelerator.replace(layer_issue_s={}))
+    return hardware.replace(accelerator=hardware.accelerator.replace(layer_issue_s={}, op_issue_s={}))
 
 
 def _parts(costs: CostModel) -> dict[str, Any]:

@@ -6,6 +6,7 @@ another microbatch was measured, else an estimate from peak rates; what is not m
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,6 +20,7 @@ _OPTIMIZER_STATE_BYTES = 24  # read and written per parameter and step: fp32 mas
 _FUSED_HEAD_DIM = 256  # widest head of fused attention kernels; wider heads need the whole score matrix in memory
 _ACTIVATION_PASSES = 1  # how often what autograd saves is written and read in a pass, without fused kernels
 _SCORE_PASSES = 4  # scores written, read and written by the softmax, read by the product with the values
+_IN_TURNS: tuple[PassName, PassName] = ("recompute", "backward")
 LAUNCHES: dict[str, float] = {"embedding": 0.0, "attention": 0.7, "mlp": 0.3}
 """Kernels of a layer kind in units of a block's; others have as many as a block."""
 
@@ -90,25 +92,30 @@ class CostModel:
 
     def layer_s(self, kind: str, pass_name: PassName) -> float:
         """Seconds of one pass of one layer for one microbatch, without the overhead of the op."""
+        return self._no_less(pass_name, lambda name: self.device_s(kind, name), lambda name: self._issue_s(kind, name))
+
+    def device_s(self, kind: str, pass_name: PassName) -> float:
+        """Seconds that the device needs for a pass of a layer; the host may need longer to issue it."""
         found = self._layer_seconds.get((kind, pass_name))
-        return self._least_s(kind, pass_name) if found is None else found
+        return self._layer_s(kind, pass_name) if found is None else found
 
     @cached_property
     def _layer_seconds(self) -> dict[tuple[str, PassName], float]:
         kinds = dict.fromkeys(map(self.model.layer_kind, range(self.model.num_total_layers)))
-        return {(kind, name): self._least_s(kind, name) for kind in kinds for name in PASS_FACTOR}
+        return {(kind, name): self._layer_s(kind, name) for kind in kinds for name in PASS_FACTOR}
 
-    def _least_s(self, kind: str, pass_name: PassName) -> float:
+    def _no_less(
+        self, pass_name: PassName, device_s: Callable[[PassName], float], issue_s: Callable[[PassName], float]
+    ) -> float:
         """What the device needs, or the host if that is more; of recompute and backward, which take turns, together."""
+        if not self.hardware.accelerator.layer_issue_s:
+            return device_s(pass_name)
         if pass_name == "forward":
-            return max(self._layer_s(kind, pass_name), self._issue_s(kind, pass_name))
-        passes: tuple[PassName, PassName] = ("recompute", "backward")
-        recompute, backward = (self._issue_s(kind, name) - self._layer_s(kind, name) for name in passes)
+            return max(device_s(pass_name), issue_s(pass_name))
+        recompute, backward = (issue_s(name) - device_s(name) for name in _IN_TURNS)
         late_s = max(recompute + backward, 0.0)
         in_recompute_s = min(late_s, max(recompute, 0.0))
-        return self._layer_s(kind, pass_name) + (
-            in_recompute_s if pass_name == "recompute" else late_s - in_recompute_s
-        )
+        return device_s(pass_name) + (in_recompute_s if pass_name == "recompute" else late_s - in_recompute_s)
 
     def _issue_s(self, kind: str, pass_name: PassName) -> float:
         """Least seconds of a pass of a layer, however few its operations: what the host needs to issue its kernels."""
@@ -242,8 +249,15 @@ class CostModel:
 
     def stage_s(self, layers: range, pass_name: PassName) -> float:
         """Seconds of one pass of a stage for one microbatch, without the overhead of the op."""
-        model = self.model
-        return math.fsum(self.layer_s(model.layer_kind(layer), pass_name) for layer in layers)
+        kinds = [self.model.layer_kind(layer) for layer in layers]
+        return self._no_less(
+            pass_name,
+            lambda name: math.fsum(self.device_s(kind, name) for kind in kinds),
+            lambda name: (
+                self.hardware.accelerator.op_issue_s.get(name, 0.0)
+                + math.fsum(self._issue_s(kind, name) for kind in kinds)
+            ),
+        )
 
     def weight_gradient_s(self, layers: range) -> float:
         """Seconds of the second half of a backward that is split in two: the gradients of the weights."""

@@ -180,7 +180,7 @@ def _prefix(values: Sequence[float]) -> Floats:
 
 
 def _sums(model: CostModel, layers: int, name: PassName) -> Floats:
-    return _prefix([model.stage_s(range(i, i + 1), name) for i in range(layers)])
+    return _prefix([model.layer_s(model.model.layer_kind(i), name) for i in range(layers)])
 
 
 def descend(

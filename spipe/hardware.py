@@ -57,6 +57,8 @@ class Accelerator(Spec):
     """Time in which the host issues one op."""
     layer_issue_s: dict[Literal["forward", "recompute", "backward"], NonNegative] = Field(default_factory=dict)
     """Time in which the host issues a pass of a block or head: on a GPU, the pass takes no less."""
+    op_issue_s: dict[Literal["forward", "recompute", "backward"], NonNegative] = Field(default_factory=dict)
+    """What a compute op takes the host beyond that, however many layers it has."""
     compute_threads: Count = 1
     """Device ``cpu``: cores that one rank computes with."""
 

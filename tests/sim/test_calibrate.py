@@ -452,6 +452,24 @@ def test_drift_outliers_and_busy_machines_are_said() -> None:
     assert warnings_of(program, trace, steady, 3) == []
 
 
+def test_what_issuing_takes_by_the_layer_and_by_the_op() -> None:
+    """Stages of several sizes tell the two apart; where all have one size, what a profile knows of layers does."""
+    by_op, by_layer = 4e-4, 2e-4
+    different, alike = gpu_plan(backward_stages=6), gpu_plan(forward_stages=4, backward_stages=16)
+    for plan, known in ((different, {}), (alike, {"forward": by_layer, "recompute": by_layer, "backward": by_layer})):
+        ((_, trace),) = runs([plan], GPU)
+        program = plan.program()
+        for row, i in enumerate(trace.op):
+            if program.kind[i] in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD):
+                blocks = sum(plan.model.layer_kind(x) == "block" for x in program.layers(program.stage[i]))
+                trace.cpu_s[row] = by_op + by_layer * blocks
+        start = GPU.replace(accelerator=GPU.accelerator.replace(layer_issue_s=known))
+        accelerator = calibrate([(plan, trace)], start).hardware.accelerator
+        for name in ("recompute", "backward"):
+            assert accelerator.layer_issue_s[name] == pytest.approx(by_layer, rel=0.05)
+            assert accelerator.op_issue_s[name] == pytest.approx(by_op, rel=0.1)
+
+
 def test_a_run_that_is_bound_by_its_host_says_nothing_of_how_fast_layers_are() -> None:
     """The profile knew the layers; the run only shows how long the host needs. Other plans follow from both."""
     small, large = gpu_plan(global_batch=16), gpu_plan(microbatch_size=4, global_batch=32)

@@ -93,6 +93,28 @@ def test_what_issuing_takes_bounds_parts_as_it_does_blocks() -> None:
     assert sum(split.layer_s(part, "forward") for part in ("attention", "mlp")) == pytest.approx(1.0)
 
 
+def test_a_stage_takes_no_less_than_its_host_needs_for_the_op_and_its_layers() -> None:
+    issue = {"layer_issue_s": {"forward": 1.0, "recompute": 2.0, "backward": 1.0},
+             "op_issue_s": {"forward": 0.5, "recompute": 0.25}}  # fmt: skip
+    late = cost_model(H200.replace(accelerator=H200.accelerator.replace(**issue)))
+    blocks = range(1, 4)
+    assert late.layer_s("block", "forward") == 1.0
+    assert late.stage_s(blocks, "forward") == 3.5
+    assert late.stage_s(blocks, "recompute") + late.stage_s(blocks, "backward") == pytest.approx(9.25)
+    # Where the device needs long for the backward, a host that was late with the recompute is ahead again.
+    for backward_s, both_s in ((2.9, 9.25), (3.5, 10.5 + 3 * 0.1)):
+        entries = tuple(
+            measured(seconds).replace(pass_name=name)
+            for name, seconds in (("forward", 0.1), ("recompute", 0.1), ("backward", backward_s))
+        )
+        mixed = cost_model(H200.replace(accelerator=H200.accelerator.replace(**issue), measured=entries))
+        recompute, backward = (mixed.stage_s(blocks, name) for name in ("recompute", "backward"))
+        assert recompute + backward == pytest.approx(both_s)
+        assert backward == pytest.approx(3 * backward_s)
+        assert recompute >= 3 * 0.1 - 1e-9
+        assert mixed.device_s("block", "backward") == backward_s
+
+
 def test_ideal_costs_are_exact_constants() -> None:
     costs = cost_model(load_hardware("ideal"))
     assert costs.stage_s(range(MODEL.num_total_layers), "forward") == pytest.approx(32e-3, rel=1e-15)

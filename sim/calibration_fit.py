@@ -10,9 +10,10 @@ from spipe.hardware import HardwareSpec, MeasuredLayer, standard_error
 from spipe.model import BLOCK_PARTS, LAYER_KINDS, LayerKind, ModelSpec, PassName
 from spipe.ops import PARTNER, Kind
 from spipe.plan import Plan
-from spipe.sim.cost import LAUNCHES, CostModel
+from spipe.sim.cost import CostModel
 from spipe.sim.fitting import Prior, nonnegative_fit
-from spipe.sim.measurements import Measurement, bound_by_host, measurements
+from spipe.sim.host_issue import bound_by_host, issue_seconds
+from spipe.sim.measurements import Measurement, measurements
 from spipe.sim.simulation import simulate
 from spipe.topology import Link, Place
 
@@ -23,7 +24,6 @@ _PASSES: tuple[tuple[Kind, PassName], ...] = (
 )
 _BODY: tuple[LayerKind, ...] = ("block", *BLOCK_PARTS)
 _UNEXPLAINED = 1.05  # what is beyond this is worth a warning
-_ISSUE_KNOWN = 0.2  # how surely a profile knows what issuing a layer takes
 _ROUNDS, _SETTLED, _MOST_SETTLED, _SETTLING_RUNS = 3, 0.01, 2.0, 4
 _FIXED = (Kind.LOAD_TOKENS, Kind.STORE_STAGE_INPUT, Kind.LOAD_STAGE_INPUT, Kind.COMMIT, Kind.VALIDATE, Kind.BARRIER)
 
@@ -128,33 +128,15 @@ class Fit:
         return entry if entry is not None and entry.source == "profile" else None
 
     def issue(self) -> None:
-        """What the host needs to issue a pass of a layer, and an op: the least that they take, with less work, too.
-
-        Ops that were bound by the host show it, gaps included; where there are none, the host's own clock does. What is
-        known of layers decides where all ops have as many.
-        """
+        """What the host needs to issue a pass of a layer, and an op: the least that they take, with less work, too."""
         accelerator = self.start.accelerator
         layers, ops = dict(accelerator.layer_issue_s), dict(accelerator.op_issue_s)
         for kind, name in _PASSES:
             issued = [op for op in self.of_kind(kind) if op.issue_s > 0 and any(map(op.layer_counts.get, _BODY))]
-            issued = [op for op in issued if not {"embedding", "head"} & op.layer_counts.keys()] or issued
-            bound = [op for op in issued if id(op) in self.bound_by_host]
-            if not issued:
-                continue
-            rows = [
-                [sum(count * LAUNCHES.get(layer, 1.0) for layer, count in op.layer_counts.items()), 1.0]
-                for op in bound or issued
-            ]
-            seconds = [op.seconds.median + op.gap_s if bound else op.issue_s for op in bound or issued]
-            known = accelerator.layer_issue_s.get(name)
-            prior = (
-                Prior([0.0, 1.0], 0.0, median(seconds))
-                if known is None
-                else Prior([1.0, 0.0], known, _ISSUE_KNOWN * known)
-            )
-            layers[name], ops[name] = map(float, nonnegative_fit(rows, seconds, [prior], _spread(issued)))
-            self.note(f"issuing a layer's {name}", layers[name], "s", issued)
-            self.note(f"issuing an op's {name}, beside its layers", ops[name], "s", issued)
+            if issued:
+                layers[name], ops[name] = issue_seconds(issued, self.bound_by_host, layers.get(name), _spread(issued))
+                self.note(f"issuing a layer's {name}", layers[name], "s", issued)
+                self.note(f"issuing an op's {name}, beside its layers", ops[name], "s", issued)
         if layers:
             accelerator = self.hardware.accelerator.replace(layer_issue_s=layers, op_issue_s=ops)
             provenance = {"accelerator.layer_issue_s": "fitted", "accelerator.op_issue_s": "fitted"}

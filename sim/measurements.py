@@ -21,8 +21,6 @@ from spipe.trace import ROUNDING_S, Trace
 MIN_STEPS = 2
 _CLOCKS_S = 0.01  # by so much the ranks' clocks may differ
 _JUMP = 100.0  # no step takes so many times the median
-_HOST_BOUND = 0.88  # of the time of ops; where the device never waits for their kernels, issuing them takes less
-_LEAST_SHARE = 0.6  # the same for a single stage: that of the head takes the device long, wherever it is
 _BUCKETED = {Kind.FETCH, Kind.OFFLOAD_GRAD, Kind.STEP, Kind.COMMIT, Kind.STORE_WEIGHTS}
 
 Group = tuple[int, int, int]
@@ -178,28 +176,6 @@ def measurements(
 def _usual_mean(values: list[float]) -> float:
     kept = sorted(values)[: math.ceil(0.9 * len(values))]
     return sum(kept) / len(kept) if kept else 0.0
-
-
-def bound_by_host(run: Sequence[Measurement]) -> list[Measurement]:
-    """Compute ops of a run that took little more than the host needed to issue them: the device waited for kernels.
-
-    Whether it did is asked of all forwards together, and of all recomputes and backwards, which are issued in turns: a
-    host that is late with one op can be ahead with the next.
-    """
-    phases: dict[bool, dict[int, list[Measurement]]] = {True: defaultdict(list), False: defaultdict(list)}
-    for op in run:
-        if op.kind in COMPUTE and op.issue_s > 0:
-            phases[op.kind is Kind.FORWARD][op.group[1]].append(op)
-    found = []
-    for stages in phases.values():
-        alike = [op for ops in stages.values() for op in ops if not {"embedding", "head"} & op.layer_counts.keys()]
-        if alike and _issue_share(alike) > _HOST_BOUND:
-            found += [op for ops in stages.values() if _issue_share(ops) > _LEAST_SHARE for op in ops]
-    return found
-
-
-def _issue_share(ops: Sequence[Measurement]) -> float:
-    return sum(op.issue_s for op in ops) / sum(op.seconds.median for op in ops)
 
 
 def _typical(by_step: dict[int, list[float]]) -> float:

@@ -456,7 +456,12 @@ def test_what_issuing_takes_by_the_layer_and_by_the_op() -> None:
     """Stages of several sizes tell the two apart; where all have one size, what a profile knows of layers does."""
     by_op, by_layer = 4e-4, 2e-4
     different, alike = gpu_plan(backward_stages=6), gpu_plan(forward_stages=4, backward_stages=16)
-    for plan, known in ((different, {}), (alike, {"forward": by_layer, "recompute": by_layer, "backward": by_layer})):
+    nothing = {"forward": 0.0, "recompute": 0.0, "backward": 0.0}
+    for plan, known in (
+        (different, {}),
+        (different, nothing),
+        (alike, {"forward": by_layer, "recompute": by_layer, "backward": by_layer}),
+    ):
         ((_, trace),) = runs([plan], GPU)
         program = plan.program()
         for row, i in enumerate(trace.op):

@@ -9,7 +9,7 @@ import torch
 from spipe.errors import SpipeError
 from spipe.model import ModelSpec
 from spipe.profile import Profile, Sample
-from spipe.runtime.devices import require_device
+from spipe.runtime.devices import require_device, start_autograd
 from spipe.runtime.profiling import copies, host, layers, machine
 from spipe.runtime.profiling.layers import Shape
 from spipe.runtime.profiling.process import process_bytes
@@ -47,6 +47,7 @@ def profile(
         if size < 1:
             raise SpipeError(f"microbatch_size = {size} should be at least 1")
     found = Profile({**machine.facts(device), "compute_threads": threads, "date": datetime.date.today().isoformat()})
+    start_autograd(torch.device(device))
     before = torch.get_num_threads()
     tasks = _tasks(shapes, device, threads, effort)
     try:

@@ -43,7 +43,7 @@ def rotary_kernel(  # type: ignore[no-untyped-def]  # its language is not Python
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def swiglu_kernel(gate, up, out, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def swiglu_kernel(gate, up, out, count, block: tl.constexpr):  # type: ignore[no-untyped-def]  # its language is not Python
     """silu(gate) * up; silu(gate) is rounded to the type of gate first."""
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = place < count
@@ -54,7 +54,7 @@ def swiglu_kernel(gate, up, out, count, block: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def swiglu_backward_kernel(gradient, gate, up, gate_out, up_out, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def swiglu_backward_kernel(gradient, gate, up, gate_out, up_out, count, block: tl.constexpr):  # type: ignore[no-untyped-def]  # its language is not Python
     """The gradients of gate and up."""
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = place < count

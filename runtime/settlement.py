@@ -213,8 +213,9 @@ class Settlement:
         self.counted = np.array([float(store.trained.owns_state(p)) for p in flat])
         """Per parameter number: 1 if it counts in the norm, 0 for a tied head."""
         self.clipped: tuple[bool, ...] = ()
-        self.skipped_in_a_row = 0
         """Whether each of the last steps was clipped."""
+        self.skipped_in_a_row = 0
+        """Steps up to now with non-finite gradients that a smaller loss scale cannot help."""
         self.validate_op = next(i for i in program.of_rank(rank) if program.kind[i] == Kind.VALIDATE)
         self.buckets: dict[tuple[int, int], int] = {}
         self.parameters: dict[tuple[int, int], list[Parameter]] = {}

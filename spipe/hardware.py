@@ -56,9 +56,10 @@ class Accelerator(Spec):
     launch_overhead_s: NonNegative = 0.0
     """Time in which the host issues one op."""
     layer_issue_s: dict[Literal["forward", "recompute", "backward"], NonNegative] = Field(default_factory=dict)
-    """Time in which the host issues a pass of a block or head: on a GPU, the pass takes no less."""
+    """Time in which the host issues a pass of a block or head, on a GPU."""
     op_issue_s: dict[Literal["forward", "recompute", "backward"], NonNegative] = Field(default_factory=dict)
-    """What a compute op takes the host beyond that, however many layers it has."""
+    """What a compute op takes the host beyond that, however many layers it has. A forward takes no less than both
+    together; nor do a recompute and its backward, which are issued in turns."""
     compute_threads: Count = 1
     """Device ``cpu``: cores that one rank computes with."""
 

@@ -209,6 +209,8 @@ def test_fused_rotary_positions_have_the_bits_of_single_operations(
 def test_fused_swiglu_is_that_of_single_operations_and_keeps_its_two_inputs(device: str, dtype: torch.dtype) -> None:
     generator = torch.Generator(device).manual_seed(4)
     gate, up, gradient = (torch.randn((3, 5, 77), generator=generator, device=device).to(dtype) for _ in range(3))
+    turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (gate, up)]
+    assert torch.equal(fused.swiglu(*turned), fused.swiglu(gate, up))
     leaves = gate.requires_grad_(), up.requires_grad_()
     kept: list[int] = []
 

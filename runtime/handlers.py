@@ -7,10 +7,12 @@ consumer: ("activation" | "stage input" | "gradient", stage number, microbatch).
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
-from spipe.ops import Kind
+from spipe.model import ModelSpec
+from spipe.ops import COMPUTE, Kind
 from spipe.plan import Plan
 from spipe.program import Program
 from spipe.runtime.buffers import Buffers
@@ -18,6 +20,8 @@ from spipe.runtime.data import Feed
 from spipe.runtime.devices import Device
 from spipe.runtime.hooks import TestHooks
 from spipe.runtime.network import Network, draw_seed
+from spipe.runtime.recorded import RecordedStages
+from spipe.runtime.region import DTYPES
 from spipe.runtime.settlement import LayerState, Settlement
 from spipe.runtime.store import Store
 from spipe.runtime.system import own_resident_bytes
@@ -54,6 +58,8 @@ class Handlers:
         self.same_dtype = plan.gradient_dtype == plan.precision
         self.held: dict[tuple[str, int, int], torch.Tensor] = {}
         self.graphs: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self.replayed: dict[tuple[int, int], tuple[object, ...]] = {}
+        """Recomputes that were replayed, by (stage number, microbatch): the key of their backward."""
         self.losses: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.accumulate_into: dict[torch.Tensor, torch.Tensor] = {}
         self.first_backward: dict[int, int] = {}
@@ -61,6 +67,7 @@ class Handlers:
             if program.kind[i] == Kind.BACKWARD:
                 self.first_backward.setdefault(program.stage[i], i)
         self.kept = self._find_kept()
+        self.recorded = self._recorded() if plan.cuda_graphs else None
         self.by_kind: dict[int, Handler] = {
             Kind.FORWARD: self.forward,
             Kind.RECOMPUTE: self.recompute,
@@ -90,11 +97,35 @@ class Handlers:
                 kept[source.forward].append((stage.first, self.num_forward + k))
         return kept
 
+    def _recorded(self) -> RecordedStages:
+        program, kinds = self.program, self.program.kind
+        computed = [i for i in program.of_rank(self.rank) if kinds[i] in COMPUTE]
+        self.backward_of: dict[int, int] = {
+            i: j
+            for i, j in pairwise(computed)
+            if kinds[i] == Kind.RECOMPUTE
+            and (program.stage[i], program.index[i]) == (program.stage[j], program.index[j])
+        }
+        b, s = self.plan.microbatch_size, self.plan.sequence
+        assert isinstance(self.model, ModelSpec)
+        like = torch.empty((b, s, self.model.hidden_size), dtype=DTYPES[self.plan.precision], device=self.device.device)
+        return RecordedStages(like, 1 + max((len(kept) for kept in self.kept.values()), default=0))
+
+    def _replays(self, op: int, step: int) -> RecordedStages | None:
+        """What records an op, if anything does. The first step is as ever, so that libraries are ready."""
+        kinds = self._kinds(op)
+        return None if step == 0 or {"embedding", "head"} & set(kinds) else self.recorded
+
+    def _kinds(self, op: int) -> tuple[str, ...]:
+        return tuple(map(self.model.layer_kind, self.program.layers(self.program.stage[op])))
+
+    def _weight_slot(self, op: int) -> int:
+        return self.buffers.residency_slot[self.program.weights[op]]
+
     # Compute
 
     def _weights(self, op: int) -> list[dict[str, torch.Tensor]]:
-        slot = self.buffers.residency_slot[self.program.weights[op]]
-        return self.buffers.leaves(slot, self.program.layers(self.program.stage[op]))
+        return self.buffers.leaves(self._weight_slot(op), self.program.layers(self.program.stage[op]))
 
     def _token_slot(self, stage: int, m: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = self.buffers.tokens[stage, m % self.program.options.token_slots]
@@ -122,15 +153,24 @@ class Handlers:
         stage, m = self.program.stage[op], self.program.index[op]
         first, stop = self.program.layers(stage).start, self.program.layers(stage).stop
         x = self.held.pop(("activation", stage, m)) if first else None
-        keep: dict[int, list[torch.Tensor]] = {boundary: [] for boundary, _ in self.kept[stage]}
-        with torch.no_grad():
+        inside = [boundary for boundary, _ in self.kept[stage] if first < boundary < stop]
+
+        def run(x: torch.Tensor | None) -> list[torch.Tensor]:
+            keep: dict[int, list[torch.Tensor]] = {boundary: [] for boundary in inside}
             y = self._run(op, step, x, keep)
-            if stop in keep:
-                keep[stop].append(y)
+            return [y, *(keep[boundary][0] for boundary in inside)]
+
+        with torch.no_grad():
+            if x is not None and (recorded := self._replays(op, step)):
+                key = self._weight_slot(op), self._kinds(op), tuple(boundary - first for boundary in inside)
+                y, *found = recorded.forward(key, x, run)
+            else:
+                y, *found = run(x)
+            values = dict(zip([stop, *inside], [y, *found], strict=True))
             for boundary, consumer in self.kept[stage]:
-                kept = keep[boundary][0]
                 # A received input lies in a slot that the next message takes over.
-                self.held["stage input", consumer, m] = kept.clone() if boundary == first else kept
+                kept = x.clone() if boundary == first and x is not None else values[boundary]
+                self.held["stage input", consumer, m] = kept
         if stage + 1 < self.num_forward:
             self.held["activation", stage + 1, m] = y
         if self.hooks.poison and x is not None:
@@ -141,6 +181,18 @@ class Handlers:
         x = None
         if self.program.layers(stage).start:
             x = self.held.pop(("stage input", stage, m)).detach().requires_grad_()
+        if x is not None and (recorded := self._replays(op, step)) and op in self.backward_of:
+            backward = self.backward_of[op]
+            leaves, targets = self._gradients(backward)
+            key = self._weight_slot(op), self.program.slot[backward], self._kinds(op)
+            recorded.recompute(
+                key,
+                x.detach(),
+                lambda x: self._run(op, step, x),
+                lambda y, dy: self._accumulate(leaves, targets, y, dy),
+            )
+            self.replayed[stage, m] = key
+            return
         with torch.enable_grad():
             y = self._run(op, step, x)
         self.graphs[stage, m] = x, y
@@ -149,14 +201,16 @@ class Handlers:
 
     def backward(self, op: int, step: int) -> None:
         stage, m = self.program.stage[op], self.program.index[op]
+        leaves, targets = self._gradients(op)
+        if leaves and op == self.first_backward[stage]:
+            self.buffers.slabs[self.program.slot[op]][: self.buffers.num_gradients(stage)].zero_()
+        key = self.replayed.pop((stage, m), None)
+        if key is not None:
+            assert self.recorded is not None
+            gradient = self.held.pop(("gradient", stage, m))
+            self.held["gradient", stage - 1, m] = self.recorded.backward(key, gradient)
+            return
         x, y = self.graphs.pop((stage, m))
-        leaves = [leaf for layer in self._weights(op) for leaf in layer.values() if leaf.requires_grad]
-        targets = []
-        if leaves:
-            slabs = self.buffers.gradients(self.program.slot[op], self.program.layers(stage))
-            targets = [target for layer in slabs for target in layer.values()]
-            if op == self.first_backward[stage]:
-                self.buffers.slabs[self.program.slot[op]][: self.buffers.num_gradients(stage)].zero_()
         if stage == self.top:
             scale = self.settlement.scaling[step].loss_scale / self.program.num_microbatches
             gradient = torch.full((), scale, dtype=y.dtype, device=y.device)
@@ -171,6 +225,14 @@ class Handlers:
                 self._poison_inbox(x.detach())
         if self.hooks.poison and stage != self.top:
             self._poison_inbox(gradient)
+
+    def _gradients(self, op: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Weights of a BACKWARD that are trained, and where their gradients add up."""
+        leaves = [leaf for layer in self._weights(op) for leaf in layer.values() if leaf.requires_grad]
+        if not leaves:
+            return [], []
+        slabs = self.buffers.gradients(self.program.slot[op], self.program.layers(self.program.stage[op]))
+        return leaves, [target for layer in slabs for target in layer.values()]
 
     def _accumulate(
         self, leaves: list[torch.Tensor], targets: list[torch.Tensor], y: torch.Tensor, gradient: torch.Tensor

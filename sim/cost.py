@@ -51,6 +51,8 @@ class CostModel:
     def of(cls, plan: Plan, hardware: HardwareSpec | None = None) -> "CostModel":
         """The cost model of a plan, on its own hardware or another one."""
         hardware = hardware or plan.hardware
+        if plan.cuda_graphs:  # replayed with one launch
+            hardware = hardware.replace(accelerator=hardware.accelerator.replace(layer_issue_s={}, op_issue_s={}))
         return cls(
             model=plan.model,
             hardware=hardware,

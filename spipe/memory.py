@@ -214,7 +214,7 @@ class MemoryAccount:
         if self.program.options.recompute != "never":
             working = max(self.working_set(rank), self.evaluation())
             data = {"evaluation data": self.evaluation_batches * self.token_bytes} if self.evaluation_batches else {}
-            return {"activations and temporaries": working, **data, **workspaces}
+            return {"activations and temporaries": working, **self.recorded_items(rank), **data, **workspaces}
         pairs = (pairwise(stages) for stages in (layout.forward, layout.backward))
         local = sum(any(a.rank == b.rank == rank for a, b in stages) for stages in pairs)
         return {
@@ -223,6 +223,23 @@ class MemoryAccount:
             "activations and temporaries": self.arena(rank),
             **workspaces,
         }
+
+    def recorded_items(self, rank: int) -> Items:
+        """With CUDA graphs: the pool for what lies inside recorded ops, and what goes in and comes out."""
+        if not self.plan.cuda_graphs:
+            return {}
+        layout, outputs = self.program.layout, 1
+        own = [0]
+        for stage in (*layout.forward, *layout.backward):
+            if stage.rank == rank and stage.first > 0 and stage.stop < layout.num_layers:
+                own.append(self.total(self.saved, stage.layers) + max(self.in_backward[x] for x in stage.layers))
+        for number in range(len(layout.forward)):
+            kept = sum(
+                source.origin != "tokens" and source.forward == number
+                for source in map(layout.stage_input, range(len(layout.backward)))
+            )
+            outputs = max(outputs, 1 + kept)
+        return {"recorded ops": max(own) + (2 + outputs) * self.boundary}
 
     def evaluation(self) -> int:
         """What an evaluation has in use at a time, between steps: one layer's weights, all boundaries, temporaries."""

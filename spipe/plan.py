@@ -180,6 +180,9 @@ class Plan(Spec):
     """Device ``cuda``: only kernels whose result does not change from run to run; slower."""
     compile_layers: Flag = False
     """Device ``cuda``: blocks go through ``torch.compile``, one graph for all; the first steps are slow."""
+    cuda_graphs: Flag = False
+    """Device ``cuda``: ops whose stages have blocks only are recorded and replayed, which spares the host nearly all
+    of issuing them; takes room for the activations of one more stage. Built-in layers without dropout only."""
     predicted: dict[str, Finite] | None = None
     """Metrics of the simulation that chose this plan."""
 
@@ -208,7 +211,12 @@ class Plan(Spec):
                 f"the layout uses {self.layout.num_ranks} ranks, but {self.hardware.name} has {self.hardware.num_ranks}"
             )
         self.layout.layout()
-        for name in ("deterministic", "compile_layers"):
+        if self.cuda_graphs and (isinstance(self.model, LayerListSpec) or self.dropout or self.compile_layers):
+            raise SpipeError(
+                "cuda_graphs = true is for built-in layers without dropout and compile_layers: what is recorded runs "
+                "the same kernels with the same random numbers each time; leave one of them out"
+            )
+        for name in ("deterministic", "compile_layers", "cuda_graphs"):
             if getattr(self, name) and self.hardware.device != "cuda":
                 raise SpipeError(
                     f"{name} = true is for device cuda; {self.hardware.name} has device {self.hardware.device}, where "

@@ -15,7 +15,7 @@ from spipe.units import NonNegative, Positive, Spec, read_table
 Count = Annotated[int, Field(strict=True, ge=1)]
 CONFIG_FILE = "train.toml"
 _OPTIMIZER = tuple(AdamW.model_fields)
-_PLAN = ("gradient_precision", "deterministic", "compile_layers", "dropout", "z_loss")
+_PLAN = ("gradient_precision", "deterministic", "compile_layers", "cuda_graphs", "dropout", "z_loss")
 _NEEDED = {"plan": "PLAN", "steps": "--steps", "output": "--output"}
 
 
@@ -47,6 +47,7 @@ class TrainConfig(Spec):
     gradient_precision: Dtype | None = None
     deterministic: bool | None = None
     compile_layers: bool | None = None
+    cuda_graphs: bool | None = None
     dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     z_loss: NonNegative | None = None
     tensorboard: bool = False

@@ -145,6 +145,7 @@ TRAIN_OPTIONS = (
     ),
     TrainOption("deterministic", "flag", "", "On GPUs, only kernels that repeat their result."),
     TrainOption("compile_layers", "flag", "", "On GPUs, blocks go through torch.compile.", flag="--compile"),
+    TrainOption("cuda_graphs", "flag", "", "On GPUs, blocks are recorded and replayed.", flag="--cuda-graphs"),
     TrainOption("tensorboard", "flag", "", "Also write RUNDIR/tensorboard."),
     TrainOption("wandb", "text", "PROJECT", "Also send metrics to this project of Weights & Biases."),
 )

@@ -305,6 +305,7 @@ def test_kernels_and_the_limit_of_gpu_memory(tmp_path: Path, plan_file: Path, re
     for option, message in (
         (["--deterministic"], "deterministic = true is for device cuda"),
         (["--compile"], "compile_layers = true is for device cuda"),
+        (["--cuda-graphs"], "cuda_graphs = true is for device cuda"),
         (["--gpu-memory-limit", 3], "gpu_memory_limit_gib = 3 is for device cuda"),
     ):
         assert message in refused(*start, *option)

@@ -113,6 +113,26 @@ def test_blocks_can_be_compiled(run_plan: Callable[..., RunResult], gpu_plan: Ca
     torch.testing.assert_close(torch.tensor(compiled.losses), torch.tensor(plain.losses), rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("options", [{}, {"device_layers": 3, "stage_input_route": "host"}], ids=str)
+@pytest.mark.parametrize("gradients", ["bf16", "fp32"])
+def test_recorded_ops_have_the_same_bits(
+    run_plan: Callable[..., RunResult], gpu_plan: Callable[..., Plan], options: dict[str, Any], gradients: str
+) -> None:
+    found = []
+    for num_ranks, recorded in ((1, False), (1, True), (2, True)):
+        plan = gpu_plan(
+            num_ranks, backward=6 // num_ranks, precision="bf16", gradient_precision=gradients, options=options,
+            deterministic=True, cuda_graphs=recorded,
+        )  # fmt: skip
+        result = run_plan(plan, 6)
+        found.append((result.losses, torch.load(result.output / "state.pt")))
+        planned = sum(memory(plan).ranks[0].values())
+        assert result.summary["peak_device_bytes"][0] <= 1.02 * planned
+    for losses, state in found[1:]:
+        assert losses == found[0][0]
+        assert differences(state, found[0][1]) == []
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_clipping_saving_and_evaluation_do_not_change_a_bit(
     run_plan: Callable[..., RunResult], gpu_plan: Callable[..., Plan], tmp_path: Path, tied: bool

@@ -96,6 +96,7 @@ def arguments() -> argparse.Namespace:
                         "what a search gives for several GPUs")  # fmt: skip
     parser.add_argument("--options", default="{}", help="JSON: options of our plan that differ from the defaults")
     parser.add_argument("--compile", action="store_true", help="our blocks go through torch.compile")
+    parser.add_argument("--cuda-graphs", action="store_true", help="our blocks are recorded and replayed")
     parser.add_argument("--no-ceiling", action="store_true", help="do not measure the compute ceiling")
     parser.add_argument("--check", action="store_true", help="also train 4 layers and compare with a plain reference")
     parser.add_argument("--gaps", type=int, default=12, help="how many gaps of our compute lane to show (default 12)")
@@ -183,7 +184,7 @@ def plan_of(
     fields = {
         "num_ranks": given.gpus, "global_batch": given.global_batch, "microbatch_size": given.microbatch,
         "sequence": given.sequence, "precision": "fp32" if given.device == "cpu" else "bf16", "optimizer": optimizer,
-        "options": options, "compile_layers": given.compile,
+        "options": options, "compile_layers": given.compile, "cuda_graphs": given.cuda_graphs,
     }  # fmt: skip
     if given.gpus == 1 and given.device == "cuda":
         # The layers that the next step needs first need not travel, and stage inputs make room for them.

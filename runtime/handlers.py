@@ -7,6 +7,7 @@ consumer: ("activation" | "stage input" | "gradient", stage number, microbatch).
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -113,11 +114,14 @@ class Handlers:
 
     def _replays(self, op: int, step: int) -> RecordedStages | None:
         """What records an op, if anything does. The first step is as ever, so that libraries are ready."""
-        kinds = self._kinds(op)
-        return None if step == 0 or {"embedding", "head"} & set(kinds) else self.recorded
+        return self.recorded if step > 0 and self.plan.records(self.program.layers(self.program.stage[op])) else None
 
-    def _kinds(self, op: int) -> tuple[str, ...]:
-        return tuple(map(self.model.layer_kind, self.program.layers(self.program.stage[op])))
+    @cache  # noqa: B019  # handlers live as long as the process
+    def _alike(self, stage: int) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """What stages that run the same kernels have in common: kinds of layers, and what of them is trained."""
+        layers = self.program.layers(stage)
+        names = (tuple(p.name for p in self.store.trained.layers[layer]) for layer in layers)
+        return tuple(zip(map(self.model.layer_kind, layers), names, strict=True))
 
     def _weight_slot(self, op: int) -> int:
         return self.buffers.residency_slot[self.program.weights[op]]
@@ -162,7 +166,7 @@ class Handlers:
 
         with torch.no_grad():
             if x is not None and (recorded := self._replays(op, step)):
-                key = self._weight_slot(op), self._kinds(op), tuple(boundary - first for boundary in inside)
+                key = self._weight_slot(op), self._alike(stage), tuple(boundary - first for boundary in inside)
                 y, *found = recorded.forward(key, x, run)
             else:
                 y, *found = run(x)
@@ -184,7 +188,7 @@ class Handlers:
         if x is not None and (recorded := self._replays(op, step)) and op in self.backward_of:
             backward = self.backward_of[op]
             leaves, targets = self._gradients(backward)
-            key = self._weight_slot(op), self.program.slot[backward], self._kinds(op)
+            key = self._weight_slot(op), self.program.slot[backward], self._alike(stage)
             recorded.recompute(
                 key,
                 x.detach(),

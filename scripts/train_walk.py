@@ -138,7 +138,6 @@ class Walk:
         if find_spec("transformers"):
             self.part("transformers", lambda: self.transformers(trained))
         self.part("sample", lambda: self.sample(trained))
-        self.say_checks()
         return {"model": self.model.name, "parameters": self.model.num_parameters(), "device": given.device,
                 "parts": self.rows, "checks": self.checks}  # fmt: skip
 
@@ -152,10 +151,7 @@ class Walk:
 
     def check(self, name: str, passed: bool, found: str) -> None:
         self.checks.append({"check": name, "passed": passed, "found": found})
-
-    def say_checks(self) -> None:
-        for check in self.checks:
-            print(f"{'ok    ' if check['passed'] else 'FAILED'} {check['check']}: {check['found']}", flush=True)
+        print(f"{'ok    ' if passed else 'FAILED'} {name}: {found}", flush=True)
 
     def make_folder(self, folder: Path) -> dict[str, Any]:
         """Random weights, sharded, in the precision of training."""

@@ -33,6 +33,7 @@ class CostModel:
         compute_threads: device ``cpu``: cores of a rank's compute lane.
         optimizer_threads: cores of a rank's optimizer; 0: the host's cores shared out over ``ranks_per_host``.
         ranks_per_host: ranks in use on a host.
+        cuda_graphs: stages of nothing but blocks are replayed, which takes the host one launch.
     """
 
     model: Model
@@ -44,6 +45,7 @@ class CostModel:
     compute_threads: int = 1
     optimizer_threads: int = 0
     ranks_per_host: int = 1
+    cuda_graphs: bool = False
     _notes: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
     _uncalibrated: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
 
@@ -51,8 +53,6 @@ class CostModel:
     def of(cls, plan: Plan, hardware: HardwareSpec | None = None) -> "CostModel":
         """The cost model of a plan, on its own hardware or another one."""
         hardware = hardware or plan.hardware
-        if plan.cuda_graphs:  # replayed with one launch
-            hardware = hardware.replace(accelerator=hardware.accelerator.replace(layer_issue_s={}, op_issue_s={}))
         return cls(
             model=plan.model,
             hardware=hardware,
@@ -63,6 +63,7 @@ class CostModel:
             compute_threads=plan.compute_threads,
             optimizer_threads=plan.optimizer_threads,
             ranks_per_host=min(plan.layout.num_ranks, hardware.ranks_per_host),
+            cuda_graphs=plan.cuda_graphs,
         )
 
     @property
@@ -94,7 +95,12 @@ class CostModel:
 
     def layer_s(self, kind: str, pass_name: PassName) -> float:
         """Seconds of one pass of one layer for one microbatch, without the overhead of the op."""
-        return self._no_less(pass_name, lambda name: self.device_s(kind, name), lambda name: self._issue_s(kind, name))
+        return self._no_less(
+            pass_name,
+            lambda name: self.device_s(kind, name),
+            lambda name: self._issue_s(kind, name),
+            self.cuda_graphs and kind in ("block", *BLOCK_PARTS),
+        )
 
     def device_s(self, kind: str, pass_name: PassName) -> float:
         """Seconds that the device needs for a pass of a layer; the host may need longer to issue it."""
@@ -107,10 +113,14 @@ class CostModel:
         return {(kind, name): self._layer_s(kind, name) for kind in kinds for name in PASS_FACTOR}
 
     def _no_less(
-        self, pass_name: PassName, device_s: Callable[[PassName], float], issue_s: Callable[[PassName], float]
+        self,
+        pass_name: PassName,
+        device_s: Callable[[PassName], float],
+        issue_s: Callable[[PassName], float],
+        replayed: bool,
     ) -> float:
         """What the device needs, or the host if that is more; of recompute and backward, which take turns, together."""
-        if not self.hardware.accelerator.layer_issue_s:
+        if not self.hardware.accelerator.layer_issue_s or replayed:
             return device_s(pass_name)
         if pass_name == "forward":
             return max(device_s(pass_name), issue_s(pass_name))
@@ -259,6 +269,7 @@ class CostModel:
                 self.hardware.accelerator.op_issue_s.get(name, 0.0)
                 + math.fsum(self._issue_s(kind, name) for kind in kinds)
             ),
+            self.cuda_graphs and layers.start > 0 and layers.stop < self.model.num_total_layers,
         )
 
     def weight_gradient_s(self, layers: range) -> float:

@@ -150,13 +150,14 @@ def measurements(
             continue
         parts = pricing.parts(i)
         source, target = pricing.ends(i)
+        replayed = kind in COMPUTE and plan.records(program.layers(stage))  # which the host issues in no time
         found.append(
             Measurement(
                 costs=costs,
                 group=(kind_number, stage, bucket),
                 kind=kind,
                 seconds=samples,
-                issue_s=_typical(issues[kind_number, stage, bucket]),
+                issue_s=0.0 if replayed else _typical(issues[kind_number, stage, bucket]),
                 gap_s=_usual_mean(gaps[kind_number, stage, bucket])
                 if hardware.device == "cpu" or kind in COMPUTE
                 else 0.0,

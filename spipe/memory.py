@@ -231,7 +231,7 @@ class MemoryAccount:
         layout, outputs = self.program.layout, 1
         own = [0]
         for stage in (*layout.forward, *layout.backward):
-            if stage.rank == rank and stage.first > 0 and stage.stop < layout.num_layers:
+            if stage.rank == rank and self.plan.records(stage.layers):
                 own.append(self.total(self.saved, stage.layers) + max(self.in_backward[x] for x in stage.layers))
         for number in range(len(layout.forward)):
             kept = sum(

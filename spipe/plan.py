@@ -237,6 +237,10 @@ class Plan(Spec):
     def gradient_dtype(self) -> Dtype:
         return self.gradient_precision or self.precision
 
+    def records(self, layers: range) -> bool:
+        """Whether compute ops of a stage of these layers are recorded and replayed."""
+        return self.cuda_graphs and layers.start > 0 and layers.stop < self.model.num_total_layers
+
     def program(self) -> Program:
         """The ops of one training step: the one schedule that simulator and runtime interpret."""
         model = self.model

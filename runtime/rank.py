@@ -13,6 +13,7 @@ import torch
 
 from spipe import _native
 from spipe.errors import SpipeError
+from spipe.pause import objects_spared
 from spipe.runtime.checkpoint import load_model, load_state, load_weights
 from spipe.runtime.devices import make_device, ranks_per_device, start_autograd
 from spipe.runtime.evaluation import Evaluation
@@ -195,7 +196,8 @@ class _RankRun:
         job, store, session = self.job, self.store, self.session
         store.step_ends[0, self.rank] = time.monotonic()
         reporter = Reporter(job, store, self.settlement, self.report) if self.rank == 0 else None
-        with Watchdog(self.program, self.rank, store, job.num_steps, job.timeout_s, self.pids):
+        watchdog = Watchdog(self.program, self.rank, store, job.num_steps, job.timeout_s, self.pids)
+        with objects_spared(), watchdog:
             try:
                 self.executor.run()
                 if session.evaluates_after(session.last - 1):

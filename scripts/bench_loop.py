@@ -122,7 +122,7 @@ def cuda_plans(tiny: bool) -> dict[str, Maker]:
                 fields["forward_stages"], fields["backward_stages"] = stages
             return make_plan(
                 chosen, hardware, num_ranks=1, schedule=schedule, global_batch=batch, microbatch_size=size,
-                sequence=sequence, precision="bf16", options=options,
+                sequence=sequence, precision="bf16", cuda_graphs=True, options=options,
                 optimizer={"learning_rate": 1e-5},  # without a warm-up, more throws the first steps off their course
                 **fields,
             )  # fmt: skip

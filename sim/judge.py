@@ -64,6 +64,7 @@ class Job:
             compute_threads=compute_threads,
             optimizer_threads=fields.get("optimizer_threads", 0),
             ranks_per_host=min(num_ranks, self.hardware.ranks_per_host),
+            cuda_graphs=fields.get("cuda_graphs", False),
         )
 
     def costs(self, candidate: Candidate) -> CostModel:

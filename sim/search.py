@@ -15,7 +15,7 @@ same inputs give the same plan, for any number of processes.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,7 @@ from spipe.check import check
 from spipe.errors import SpipeError, unknown
 from spipe.hardware import HardwareSpec
 from spipe.layer_list import Model
+from spipe.plan import Plan
 from spipe.schedules import get_schedule
 from spipe.sim.advice import no_plan
 from spipe.sim.candidates import Candidate, every_cut
@@ -73,6 +74,7 @@ def search(
     max_rank_bytes: float | None = None,
     max_host_bytes: float | None = None,
     advise: bool = True,
+    cuda_graphs: bool | None = None,
     **plan_fields: Any,
 ) -> SearchResult:
     """The fastest plan that fits.
@@ -99,6 +101,8 @@ def search(
             tries other orders.
         max_rank_bytes, max_host_bytes: what a plan may use of an accelerator and of a host, if less than there is.
         advise: whether the error of a search that finds nothing looks for changes that would make a plan possible.
+        cuda_graphs: whether stages are recorded and replayed; None: where they can be, if the hardware says what
+            issuing layers takes the host, and if anything fits with what the recordings hold.
         plan_fields: further arguments of ``make_plan``; ``options`` given here are kept.
 
     A KeyboardInterrupt, or the end of one of the executor's processes (BrokenExecutor), ends the search with the best
@@ -133,16 +137,28 @@ def search(
         "max_host_bytes": max_host_bytes,
         **plan_fields,
     }
-    space = make_space(**arguments)
-    ledger = Ledger(space.job, executor, progress or (lambda done, total, best: None))
-    refused: dict[str, int] = {}
-    try:
-        found = _Search(space, ledger, cuts, max_simulations, effort).run(refused)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("no plan had been found yet") from None
-    if found is None:
-        raise no_plan(arguments, space, ledger, refused, advise)
-    return found
+    if cuda_graphs is None:
+        choices = [True, False] if _recording_pays(model, hardware, plan_fields) else [False]
+    else:
+        choices = [cuda_graphs]
+    for choice in choices:
+        arguments["cuda_graphs"] = choice
+        space = make_space(**arguments)
+        ledger = Ledger(space.job, executor, progress or (lambda done, total, best: None))
+        refused: dict[str, int] = {}
+        try:
+            found = _Search(space, ledger, cuts, max_simulations, effort).run(refused)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("no plan had been found yet") from None
+        if found is not None:
+            return found
+    raise no_plan(arguments, space, ledger, refused, advise)
+
+
+def _recording_pays(model: Model, hardware: HardwareSpec, plan_fields: Mapping[str, Any]) -> bool:
+    """Whether ``cuda_graphs`` is possible and known to spare the host something."""
+    possible = Plan.can_record(model, plan_fields.get("dropout", 0.0), plan_fields.get("compile_layers", False))
+    return possible and hardware.device == "cuda" and bool(hardware.accelerator.layer_issue_s)
 
 
 class _Search:

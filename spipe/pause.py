@@ -1,4 +1,4 @@
-"""Pausing the cyclic garbage collector while many small objects are made that all live on."""
+"""Pausing the cyclic garbage collector where all that it could do is to cost time."""
 
 import gc
 from collections.abc import Iterator
@@ -18,3 +18,17 @@ def collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def objects_spared() -> Iterator[None]:
+    """What exists now is not visited by the collector inside; garbage made inside is still found.
+
+    A full collection visits every object, those of libraries included, and no thread runs Python meanwhile: with
+    PyTorch loaded that takes 0.1 s, in which nothing is launched on a GPU.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

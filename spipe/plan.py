@@ -181,8 +181,9 @@ class Plan(Spec):
     compile_layers: Flag = False
     """Device ``cuda``: blocks go through ``torch.compile``, one graph for all; the first steps are slow."""
     cuda_graphs: Flag = False
-    """Device ``cuda``: ops whose stages have blocks only are recorded and replayed, which spares the host nearly all
-    of issuing them; takes room for the activations of one more stage. Built-in layers without dropout only."""
+    """Device ``cuda``: ops whose stages have blocks only are recorded (CUDA graphs) and replayed, which spares the host
+    nearly all of issuing them: it bounds small microbatches. Takes room for what the largest such stage saves for its
+    backward. Built-in layers without dropout only."""
     predicted: dict[str, Finite] | None = None
     """Metrics of the simulation that chose this plan."""
 
@@ -211,10 +212,11 @@ class Plan(Spec):
                 f"the layout uses {self.layout.num_ranks} ranks, but {self.hardware.name} has {self.hardware.num_ranks}"
             )
         self.layout.layout()
-        if self.cuda_graphs and (isinstance(self.model, LayerListSpec) or self.dropout or self.compile_layers):
+        if self.cuda_graphs and not self.can_record(self.model, self.dropout, self.compile_layers):
             raise SpipeError(
                 "cuda_graphs = true is for built-in layers without dropout and compile_layers: what is recorded runs "
-                "the same kernels with the same random numbers each time; leave one of them out"
+                "the same kernels with the same random numbers each time; set it to false (--no-cuda-graphs), or leave "
+                "the other out"
             )
         for name in ("deterministic", "compile_layers", "cuda_graphs"):
             if getattr(self, name) and self.hardware.device != "cuda":
@@ -236,6 +238,11 @@ class Plan(Spec):
     @property
     def gradient_dtype(self) -> Dtype:
         return self.gradient_precision or self.precision
+
+    @staticmethod
+    def can_record(model: Model, dropout: float, compile_layers: bool) -> bool:
+        """Whether ``cuda_graphs`` is for such a model, trained in this way."""
+        return not (isinstance(model, LayerListSpec) or dropout or compile_layers)
 
     def records(self, layers: range) -> bool:
         """Whether compute ops of a stage of these layers are recorded and replayed."""

@@ -22,6 +22,9 @@ WORTH = 0.01
 CONFIRMATIONS = 2
 """Runs of each of the two plans at the end."""
 
+TRAINED = ("optimizer", "seed", "loss_scale", "gradient_precision", "dropout", "z_loss", "deterministic")
+"""Fields of the first plan that every other one shares: what is trained, and how exactly."""
+
 Run = Callable[["Plan", str], "tuple[Trace, list[float]]"]
 """Runs a plan (the text names the run): its trace, and the seconds of the steps that count."""
 Search = Callable[["HardwareSpec"], "Plan"]

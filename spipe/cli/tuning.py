@@ -103,6 +103,7 @@ def tune(
     from spipe.runtime.job import Job
     from spipe.show import console
     from spipe.trace import WARM_UP_STEPS, Trace
+    from spipe.tune import TRAINED
     from spipe.tune import tune as tuned
 
     spec = load_hardware(hardware) if hardware is not None else _of(began).hardware
@@ -118,7 +119,7 @@ def tune(
         "effort": effort,
     }
     if began is not None:
-        wanted |= {"optimizer": began.optimizer, "seed": began.seed}
+        wanted |= {name: getattr(began, name) for name in TRAINED}
 
     def search(on: "HardwareSpec") -> "Plan":
         with processes(workers) as executor:

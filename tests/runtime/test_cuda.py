@@ -118,7 +118,7 @@ def test_blocks_can_be_compiled(run_plan: Callable[..., RunResult], gpu_plan: Ca
 def test_recorded_ops_have_the_same_bits(
     run_plan: Callable[..., RunResult], gpu_plan: Callable[..., Plan], options: dict[str, Any], gradients: str
 ) -> None:
-    found = []
+    found, unplanned = [], []
     for num_ranks, recorded in ((1, False), (1, True), (2, True)):
         plan = gpu_plan(
             num_ranks, backward=6 // num_ranks, precision="bf16", gradient_precision=gradients, options=options,
@@ -126,11 +126,11 @@ def test_recorded_ops_have_the_same_bits(
         )  # fmt: skip
         result = run_plan(plan, 6)
         found.append((result.losses, torch.load(result.output / "state.pt")))
-        planned = sum(memory(plan).ranks[0].values())
-        assert result.summary["peak_device_bytes"][0] <= 1.02 * planned
+        unplanned.append(result.summary["peak_device_bytes"][0] - sum(memory(plan).ranks[0].values()))
     for losses, state in found[1:]:
         assert losses == found[0][0]
         assert differences(state, found[0][1]) == []
+    assert unplanned[1] <= unplanned[0] + 2**20
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -45,8 +45,8 @@ class Device(Protocol):
     def open_lane(self, lane: int) -> None:
         """Called once at the start of a lane's thread."""
 
-    def make_room(self, op: int) -> None:
-        """Wait until the op can be issued without a wait inside the driver."""
+    def prepare(self, op: int, step: int) -> None:
+        """Wait, before the op's time begins, for whatever keeps its thread from going on at once."""
 
     def begin(self, op: int, step: int, traced: bool) -> None:
         """Make what follows in this lane wait for the op's dependencies (whose flags are raised)."""
@@ -87,6 +87,9 @@ class Device(Protocol):
     def out_of_memory(self, plan: Plan, rank: int, error: BaseException) -> str:
         """What to say when an allocation failed: what the plan gave each item, and what to change."""
 
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        """Ops are recorded inside: what they allocate is never given back, and comes on top of all else."""
+
     def peak_bytes(self) -> tuple[int, int]:
         """Most memory of its own that the device had in use and reserved; 0 if it has none."""
 
@@ -106,7 +109,7 @@ class CpuDevice:
         # Launchers export OMP_NUM_THREADS; the number is part of the plan because it changes bits.
         torch.set_num_threads(self.compute_threads)
 
-    def make_room(self, op: int) -> None: ...
+    def prepare(self, op: int, step: int) -> None: ...
 
     def begin(self, op: int, step: int, traced: bool) -> None: ...
 
@@ -136,6 +139,9 @@ class CpuDevice:
 
     def out_of_memory(self, plan: Plan, rank: int, error: BaseException) -> str:
         return f"out of memory: {error}"
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def peak_bytes(self) -> tuple[int, int]:
         return 0, 0
@@ -201,6 +207,7 @@ class CudaDevice:
         self._settled = self._find_settled(program, rank)
         self._clock: dict[int, tuple[Any, float]] = {}
         self._registered: list[int] = []
+        self._peak = self._recorded = 0
         self.mark_step(-1, True)
 
     def _find_waits(self, program: Program, rank: int) -> dict[int, list[tuple[int, int]]]:
@@ -230,20 +237,25 @@ class CudaDevice:
         if lane in self._streams:
             cuda.set_stream(self._streams[lane])
 
-    def make_room(self, op: int) -> None:
+    def prepare(self, op: int, step: int) -> None:
         if op in self._layers:
             self._ahead.make_room(self._layers[op])
+        if self._lane_of[op] not in self._streams:  # what was issued for it may not have run yet
+            for event in self._awaited(op, step):
+                event.synchronize()
+
+    def _awaited(self, op: int, step: int) -> Iterator[Any]:
+        for dependency, back in self._waits[op]:
+            if step >= back:
+                yield self._events[(step - back) % 2][dependency]
 
     def begin(self, op: int, step: int, traced: bool) -> None:
         stream = self._streams.get(self._lane_of[op])
-        for dependency, back in self._waits[op]:
-            if step >= back:
-                event = self._events[(step - back) % 2][dependency]
-                if stream is None:
-                    event.synchronize()
-                else:
-                    stream.wait_event(event)
-        if stream is not None and traced:
+        if stream is None:
+            return
+        for event in self._awaited(op, step):
+            stream.wait_event(event)
+        if traced:
             pair = (
                 cuda.Event(enable_timing=True, blocking=True),
                 cuda.Event(enable_timing=True, blocking=True),
@@ -368,8 +380,18 @@ class CudaDevice:
             "stage_input_route = host, fewer device_layers, or a larger --gpu-memory-limit"
         )
 
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        self._peak = max(self._peak, int(cuda.max_memory_allocated(self.device)))
+        before = int(cuda.memory_allocated(self.device))
+        cuda.reset_peak_memory_stats(self.device)
+        yield
+        self._recorded = max(self._recorded, int(cuda.max_memory_allocated(self.device)) - before)
+        cuda.reset_peak_memory_stats(self.device)
+
     def peak_bytes(self) -> tuple[int, int]:
-        return int(cuda.max_memory_allocated(self.device)), int(cuda.max_memory_reserved(self.device))
+        in_use = max(self._peak, int(cuda.max_memory_allocated(self.device)))
+        return in_use + self._recorded, int(cuda.max_memory_reserved(self.device))
 
     def close(self) -> None:
         runtime = cuda.cudart()

@@ -175,7 +175,7 @@ class Executor:
             self._apply_hooks(op, step)
         traced = step >= self.traced_from
         kind = self.program.kind[op]
-        self.device.make_room(op)
+        self.device.prepare(op, step)
         start, cpu = time.monotonic(), time.thread_time()
         self.device.begin(op, step, traced)
         note = self.handlers.by_kind[kind](op, step)

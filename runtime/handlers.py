@@ -110,7 +110,8 @@ class Handlers:
         b, s = self.plan.microbatch_size, self.plan.sequence
         assert isinstance(self.model, ModelSpec)
         like = torch.empty((b, s, self.model.hidden_size), dtype=DTYPES[self.plan.precision], device=self.device.device)
-        return RecordedStages(like, 1 + max((len(kept) for kept in self.kept.values()), default=0))
+        most = 1 + max((len(kept) for kept in self.kept.values()), default=0)
+        return RecordedStages(like, most, self.device.recording)
 
     def _replays(self, op: int, step: int) -> RecordedStages | None:
         """What records an op, if anything does. The first step is as ever, so that libraries are ready."""

@@ -7,6 +7,7 @@ follow each other. Recording runs no kernel; libraries must have been used on th
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,12 +18,16 @@ cuda: Any = torch.cuda
 class RecordedStages:
     """Graphs of one rank's compute ops, by a key: ops of one key use the same addresses."""
 
-    def __init__(self, boundary: torch.Tensor, num_outputs: int) -> None:
+    def __init__(
+        self, boundary: torch.Tensor, num_outputs: int, recording: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         """
         Args:
             boundary: any tensor with shape, type and device of an activation.
             num_outputs: the most that a forward returns.
+            recording: entered to record an op, with its backward if it has one.
         """
+        self._recording = recording
         self._pool = cuda.graph_pool_handle() if boundary.is_cuda else None
         self._input, self._gradient = torch.zeros_like(boundary), torch.zeros_like(boundary)
         self._outputs = [torch.zeros_like(boundary) for _ in range(num_outputs)]
@@ -42,7 +47,8 @@ class RecordedStages:
                 count = len(results)
                 return results
 
-            graph = self._record(body)
+            with self._recording():
+                graph = self._record(body)
             self._forwards[key] = graph, count
         graph, count = self._forwards[key]
         self._input.copy_(x)
@@ -73,7 +79,8 @@ class RecordedStages:
                 assert gradient is not None
                 return [gradient]
 
-            self._backwards[key] = self._record(again), self._record(back)
+            with self._recording():
+                self._backwards[key] = self._record(again), self._record(back)
         self._input.copy_(x)
         self._backwards[key][0].replay()
 

@@ -132,11 +132,21 @@ class Fit:
         accelerator = self.start.accelerator
         layers, ops = dict(accelerator.layer_issue_s), dict(accelerator.op_issue_s)
         for kind, name in _PASSES:
-            issued = [op for op in self.of_kind(kind) if op.issue_s > 0 and any(map(op.layer_counts.get, _BODY))]
+            issued = [
+                op
+                for op in self.of_kind(kind)
+                if op.issue_s > 0 and not op.is_replayed and any(map(op.layer_counts.get, _BODY))
+            ]
             if issued:
                 layers[name], ops[name] = issue_seconds(issued, self.bound_by_host, layers.get(name), _spread(issued))
                 self.note(f"issuing a layer's {name}", layers[name], "s", issued)
                 self.note(f"issuing an op's {name}, beside its layers", ops[name], "s", issued)
+        replayed = [op for op in self.ops if op.issue_s > 0 and op.is_replayed]
+        if replayed:
+            issue_s = median(op.issue_s for op in replayed)
+            accelerator = self.hardware.accelerator.replace(launch_overhead_s=issue_s)
+            self.update({"accelerator.launch_overhead_s": "fitted"}, accelerator=accelerator)
+            self.note("issuing an op that is replayed", issue_s, "s", replayed)
         if layers:
             accelerator = self.hardware.accelerator.replace(layer_issue_s=layers, op_issue_s=ops)
             provenance = {"accelerator.layer_issue_s": "fitted", "accelerator.op_issue_s": "fitted"}
@@ -175,13 +185,13 @@ class Fit:
             unit = next((kind for kind in _BODY if (shape, kind) in seen), layer)
             if layer != unit:
                 mine = [op for op in ops if _shape(op.costs) == shape]
-                unit_s = median(op.seconds.median / max(op.layer_counts[unit], 1) for op in mine)
+                unit_s = median(_of_layers_s(op) / max(op.layer_counts[unit], 1) for op in mine)
                 ratio = self.shapes[shape].ratio(layer, unit, name)
                 row = [0.0] * (len(seen) + 1)
                 row[seen.index((shape, layer))] = 1.0
                 row[seen.index((shape, unit))] = -ratio
                 priors.append(Prior(row, 0.0, max(0.5 * ratio, 0.01) * unit_s))
-        *found, overhead = nonnegative_fit(rows, [op.seconds.median for op in ops], priors, _spread(ops))
+        *found, overhead = nonnegative_fit(rows, [_of_layers_s(op) for op in ops], priors, _spread(ops))
         self.set_overhead(kind, overhead + median(op.gap_s for op in ops), ops)
         return {key: float(value) for key, value in zip(seen, found, strict=True)}
 
@@ -305,7 +315,7 @@ class Fit:
         cores = self.hardware.cpu.cores
         part = [min(1.0, op.costs.adam_threads / cores) for op in ops]
         slope, fixed = nonnegative_fit(
-            [[op.num_parameters / share, 1.0] for op, share in zip(ops, part, strict=True)],
+            [[op.num_parameters / op.costs.undo_factor / share, 1.0] for op, share in zip(ops, part, strict=True)],
             [op.seconds.median for op in ops],
             [Prior([0.0, 1.0], self.hardware.cpu.adam_s_per_op, max(self.hardware.cpu.adam_s_per_op, 1e-6))],
             _spread(ops),
@@ -432,6 +442,11 @@ class Fit:
 def _spread(ops: Sequence[Measurement]) -> float:
     """Relative spread of repeated measurements."""
     return median(op.seconds.spread / op.seconds.median for op in ops) if ops else 0.0
+
+
+def _of_layers_s(op: Measurement) -> float:
+    """Seconds of a compute op but for what its replay takes."""
+    return op.seconds.median - (op.costs.replay_s(op.kind) if op.is_replayed else 0.0)
 
 
 def _joins(link: Link, edge_name: str) -> bool:

@@ -20,6 +20,7 @@ _OPTIMIZER_STATE_BYTES = 24  # read and written per parameter and step: fp32 mas
 _FUSED_HEAD_DIM = 256  # widest head of fused attention kernels; wider heads need the whole score matrix in memory
 _ACTIVATION_PASSES = 1  # how often what autograd saves is written and read in a pass, without fused kernels
 _SCORE_PASSES = 4  # scores written, read and written by the softmax, read by the product with the values
+_REPLAY_COPIES = {Kind.FORWARD: 3, Kind.RECOMPUTE: 1, Kind.BACKWARD: 3}  # of a boundary, around a recorded op
 _IN_TURNS: tuple[PassName, PassName] = ("recompute", "backward")
 LAUNCHES: dict[str, float] = {"embedding": 0.0, "attention": 0.7, "mlp": 0.3}
 """Kernels of a layer kind in units of a block's; others have as many as a block."""
@@ -33,6 +34,7 @@ class CostModel:
         compute_threads: device ``cpu``: cores of a rank's compute lane.
         optimizer_threads: cores of a rank's optimizer; 0: the host's cores shared out over ``ranks_per_host``.
         ranks_per_host: ranks in use on a host.
+        keeps_undo: the optimizer steps before it knows that the step counts.
         cuda_graphs: stages of nothing but blocks are replayed, which takes the host one launch.
     """
 
@@ -46,6 +48,7 @@ class CostModel:
     optimizer_threads: int = 0
     ranks_per_host: int = 1
     cuda_graphs: bool = False
+    keeps_undo: bool = True
     _notes: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
     _uncalibrated: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
 
@@ -64,6 +67,7 @@ class CostModel:
             optimizer_threads=plan.optimizer_threads,
             ranks_per_host=min(plan.layout.num_ranks, hardware.ranks_per_host),
             cuda_graphs=plan.cuda_graphs,
+            keeps_undo=plan.options.optimizer == "async",
         )
 
     @property
@@ -269,8 +273,17 @@ class CostModel:
                 self.hardware.accelerator.op_issue_s.get(name, 0.0)
                 + math.fsum(self._issue_s(kind, name) for kind in kinds)
             ),
-            self.cuda_graphs and layers.start > 0 and layers.stop < self.model.num_total_layers,
+            self.records(layers),
         )
+
+    def records(self, layers: range) -> bool:
+        """Whether ops of a stage are recorded and replayed."""
+        return self.cuda_graphs and layers.start > 0 and layers.stop < self.model.num_total_layers
+
+    def replay_s(self, kind: int) -> float:
+        """Seconds beside its layers of an op that is replayed: what goes in and comes out is copied."""
+        moved = 2 * _REPLAY_COPIES[Kind(kind)] * self.boundary_bytes()
+        return moved / self.hardware.accelerator.memory_bandwidth_bytes_per_s
 
     def weight_gradient_s(self, layers: range) -> float:
         """Seconds of the second half of a backward that is split in two: the gradients of the weights."""
@@ -341,7 +354,12 @@ class CostModel:
         """That of all cores of a host; never above what its memory gives, for a faster one would only take what copies
         need."""
         cpu = self.hardware.cpu
-        return min(cpu.adam_parameters_per_s, cpu.memory_bandwidth_bytes_per_s / self.adam_bytes)
+        return min(cpu.adam_parameters_per_s * self.undo_factor, cpu.memory_bandwidth_bytes_per_s / self.adam_bytes)
+
+    @property
+    def undo_factor(self) -> float:
+        """By what the optimizer is faster than with an undo log."""
+        return 1.0 if self.keeps_undo else self.hardware.cpu.undo_slowdown
 
     @property
     def adam_share(self) -> float:

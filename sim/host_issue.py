@@ -22,7 +22,7 @@ def bound_by_host(run: Sequence[Measurement]) -> list[Measurement]:
     """
     phases: dict[bool, dict[int, list[Measurement]]] = {True: defaultdict(list), False: defaultdict(list)}
     for op in run:
-        if op.kind in COMPUTE and op.issue_s > 0:
+        if op.kind in COMPUTE and op.issue_s > 0 and not op.is_replayed:
             phases[op.kind is Kind.FORWARD][op.group[1]].append(op)
     found = []
     for stages in phases.values():

@@ -5,7 +5,7 @@ found to be, so that a search gives the same result for any number of processes.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,8 +52,11 @@ class Job:
     max_rank_bytes: float = math.inf
     max_host_bytes: float = math.inf
 
-    def cost_model(self, microbatch_size: int, num_ranks: int, compute_threads: int = 1) -> CostModel:
-        fields = self.plan_fields
+    def cost_model(
+        self, microbatch_size: int, num_ranks: int, compute_threads: int = 1, options: Mapping[str, Any] | None = None
+    ) -> CostModel:
+        """With options, those of a candidate; without, no plan's optimizer is faster."""
+        fields, optimizer = self.plan_fields, self.options.get("optimizer", (options or {}).get("optimizer"))
         return CostModel(
             model=self.model,
             hardware=self.hardware,
@@ -65,10 +68,13 @@ class Job:
             optimizer_threads=fields.get("optimizer_threads", 0),
             ranks_per_host=min(num_ranks, self.hardware.ranks_per_host),
             cuda_graphs=fields.get("cuda_graphs", False),
+            keeps_undo=optimizer == "async" or (optimizer is None and options is not None),
         )
 
     def costs(self, candidate: Candidate) -> CostModel:
-        return self.cost_model(candidate.microbatch_size, candidate.num_ranks, candidate.compute_threads)
+        return self.cost_model(
+            candidate.microbatch_size, candidate.num_ranks, candidate.compute_threads, candidate.options
+        )
 
     def plan(self, candidate: Candidate, num_microbatches: int | None = None) -> Plan:
         count = num_microbatches or candidate.num_microbatches

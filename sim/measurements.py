@@ -39,6 +39,7 @@ class Measurement:
         seconds: how long the op took; on device ``cpu`` the processor time it used, where the trace has it. On GPUs
             compute ops count with their mean over a step, median over steps: some come late in every step.
         issue_s: how long the host took to issue it, in the same way; 0 where the trace does not tell.
+        is_replayed: a compute op that was recorded: the host issues all of its layers at once.
         gap_s: what its lane took to get to it, on average but for the worst tenth; on device ``cuda`` of compute ops.
         layer_counts: layers by kind, for compute ops.
         num_bytes, source, target: for copies and messages.
@@ -50,6 +51,7 @@ class Measurement:
     kind: Kind
     seconds: Samples
     issue_s: float
+    is_replayed: bool
     gap_s: float
     layer_counts: Counter[str]
     num_bytes: float
@@ -150,14 +152,14 @@ def measurements(
             continue
         parts = pricing.parts(i)
         source, target = pricing.ends(i)
-        replayed = kind in COMPUTE and plan.records(program.layers(stage))  # which the host issues in no time
         found.append(
             Measurement(
                 costs=costs,
                 group=(kind_number, stage, bucket),
                 kind=kind,
                 seconds=samples,
-                issue_s=0.0 if replayed else _typical(issues[kind_number, stage, bucket]),
+                issue_s=_typical(issues[kind_number, stage, bucket]),
+                is_replayed=kind in COMPUTE and plan.records(program.layers(stage)),
                 gap_s=_usual_mean(gaps[kind_number, stage, bucket])
                 if hardware.device == "cpu" or kind in COMPUTE
                 else 0.0,

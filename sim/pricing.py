@@ -127,6 +127,8 @@ class Pricing:
             return 0.0
         if kind is Kind.WEIGHT_GRADIENT:
             return model.weight_gradient_s(layers) + overhead
+        if model.records(layers):
+            overhead += model.replay_s(kind)
         split = kind is Kind.BACKWARD and self.split
         return model.stage_s(layers, _PASS[kind]) - (model.weight_gradient_s(layers) if split else 0.0) + overhead
 

@@ -87,7 +87,7 @@ class _Assembly:
             "peak_flops": peaks,
             "max_efficiency": 1.0,
             "half_efficiency_tokens": 0.0,
-            "launch_overhead_s": self.of("accelerator.launch_overhead_s", self.profile.find("issue")[:1]),
+            "launch_overhead_s": self.of("accelerator.launch_overhead_s", self.of_an_op),
             "layer_issue_s": {
                 s.about["pass_name"]: median(s.seconds) for s in self.profile.find("issue") if "pass_name" in s.about
             },
@@ -112,6 +112,11 @@ class _Assembly:
             measured=tuple(_entry(sample) for sample in layers),
             provenance={**spec.provenance, "measured": "measured"},
         )
+
+    @property
+    def of_an_op(self) -> list[Sample]:
+        """What the host does for an op, its layers left out."""
+        return self.profile.find("issue") if self.on_cpu else self.profile.find("issue", replayed=True)
 
     def of(self, field: str, samples: Sequence[Sample]) -> float:
         """The median of what was measured for a field; its standard error goes into the spec."""
@@ -140,7 +145,8 @@ class _Assembly:
         cores = self.machine["cores"]
         most = max((s.about["threads"] for s in self.profile.find("adam")), default=cores)
         steps = self.profile.find("adam", threads=most)
-        alone = [s for s in steps if not s.about.get("beside_copies")]
+        alone = [s for s in steps if not s.about.get("beside_copies") and s.about.get("undo", True)]
+        without_undo = self.profile.find("adam", threads=most, undo=False)
         if not alone:
             raise SpipeError("the profile has no optimizer steps; profile again where there is memory for them")
         large = max(alone, key=lambda s: float(s.about["parameters"]))
@@ -162,6 +168,7 @@ class _Assembly:
             "usable_memory_bytes": self.usable_host_bytes,
             "memory_bandwidth_bytes_per_s": max(self.traffic(large, steps)),
             "adam_parameters_per_s": rate,
+            "undo_slowdown": self.undo_slowdown(large, without_undo),
             "adam_s_per_op": fixed_s,
             "page_lock_bytes_per_s": _rate(locks[0]) if locks else None,
             "page_locked": self.on_cpu or bool(locks) or not pageable,
@@ -169,11 +176,17 @@ class _Assembly:
             "process_bytes": self.machine.get("process_bytes"),
         }
 
+    def undo_slowdown(self, with_undo: Sample, without: Sequence[Sample]) -> float:
+        """At least 1: what a log costs may be less than what repeated measurements differ by."""
+        self.note("cpu.undo_slowdown", without)
+        return max(1.0, *(median(with_undo.seconds) / median(sample.seconds) for sample in without), 1.0)
+
     def traffic(self, alone: Sample, steps: Sequence[Sample]) -> list[float]:
         """Bytes per second that the host's memory was seen to move: triad, the optimizer, and that beside copies."""
         per_parameter = 24 + 2 * {"fp32": 4, "bf16": 2, "fp16": 2}[alone.about["dtype"]]
         found = [_rate(sample) for sample in self.profile.find("triad")]
-        found.append(per_parameter * alone.about["parameters"] / median(alone.seconds))
+        steps_alone = [alone, *(step for step in steps if step.about.get("undo") is False)]
+        found += [per_parameter * step.about["parameters"] / median(step.seconds) for step in steps_alone]
         copies = self.profile.find("copy", beside_adam=True)
         for step in steps:
             if step.about.get("beside_copies") and copies:

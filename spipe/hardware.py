@@ -97,7 +97,9 @@ class Cpu(Spec):
     memory_bandwidth_bytes_per_s: Unlimited
     """Of all domains together; shared by the optimizer and by copies."""
     adam_parameters_per_s: Unlimited
-    """Parameters that all cores step per second while nothing else runs."""
+    """Parameters that all cores step per second while nothing else runs, keeping a log to undo the step."""
+    undo_slowdown: Annotated[float, Field(ge=1, le=4, allow_inf_nan=False)] = 1.0
+    """By what a step without that log (optimizer ``sync``) is faster."""
     adam_s_per_op: NonNegative = 0.0
     """Fixed cost of one optimizer op."""
     page_lock_bytes_per_s: Positive | None = None

@@ -66,12 +66,15 @@ def triad(effort: float) -> list[Sample]:
 
 
 def adam(dtype: str, most: int, effort: float) -> list[Sample]:
-    """Steps as a run takes them, with an undo log, by number of threads: 1, 2, 4 .. ``most``."""
+    """Steps as a run takes them, with an undo log, by number of threads: 1, 2, 4 .. ``most``; and without the log."""
     count, found = num_parameters(), []
     for threads in thread_counts(most):
         with optimizer(count, threads, dtype) as step:
             seconds = repeat(step, 0.4 * effort)
         found.append(Sample("adam", {"threads": threads, "parameters": count, "dtype": dtype}, seconds))
+    with optimizer(count, most, dtype, undo=False) as step:
+        seconds = repeat(step, 0.4 * effort)
+    found.append(Sample("adam", {"threads": most, "parameters": count, "dtype": dtype, "undo": False}, seconds))
     small = 4096
     with optimizer(small, most, dtype) as step:
         seconds = repeat(step, 0.1 * effort)
@@ -79,7 +82,7 @@ def adam(dtype: str, most: int, effort: float) -> list[Sample]:
 
 
 @contextmanager
-def optimizer(count: int, threads: int, dtype: str) -> Iterator[Callable[[], None]]:
+def optimizer(count: int, threads: int, dtype: str, undo: bool = True) -> Iterator[Callable[[], None]]:
     """A function that takes and settles one step of ``count`` parameters."""
     half = DTYPES[dtype]
     master, first, second = (private_memory(count) for _ in range(3))
@@ -92,9 +95,10 @@ def optimizer(count: int, threads: int, dtype: str) -> Iterator[Callable[[], Non
     def step() -> None:
         nonlocal steps
         steps += 1
-        native.submit(bucket, step=steps, learning_rate=1e-5, speculative=True, statistics=True)
+        native.submit(bucket, step=steps, learning_rate=1e-5, speculative=undo, statistics=undo)
         native.join(bucket)
-        native.commit(bucket)
+        if undo:
+            native.commit(bucket)
 
     yield step
 

@@ -2,15 +2,14 @@
 
 A round of a layer is what a step does with it: forward without autograd, forward with it, backward into gradients that
 are there. Rounds follow each other without a pause, so that a device has the clocks of a long run. A layer is what the
-device needs for it: where the host issues its kernels more slowly than they run, it gets a lead.
+device needs for it: on CUDA all but the two ends of a model are recorded and replayed, as in a run, so that a host that
+issues kernels more slowly than they run has no part in it.
 """
 
-import math
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -26,13 +25,13 @@ from spipe.runtime.region import DTYPES
 cuda: Any = torch.cuda
 Shape = tuple[ModelSpec, int, int, str]
 """Model, sequences per microbatch, tokens per sequence, dtype."""
+Rounds = list[tuple[float, float, float]]
+"""Seconds of the three passes."""
 PASSES = ("forward", "recompute", "backward")
 _WARM_S = {"cuda": 0.5, "cpu": 0.03}
 _ROUNDS_S = {"cuda": 1.2, "cpu": 0.6}
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 200
-_LED = 6  # rounds that are issued ahead, of less than a hundred launches each
-_LATE = 0.7  # of a round's time: a host that takes longer to issue it is late now and then
-_LEAD_SIZE = 8192
+_IN_A_ROW = 6  # rounds that the driver's queue has room for, of less than a hundred launches each
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,12 @@ def layers(shape: Shape, device: str, threads: int, effort: float) -> list[Sampl
     torch.set_num_threads(threads)
     found = []
     for kind in dict.fromkeys((*model.layer_kinds, "block")):
-        rounds = _rounds(_build(model, kind, size, sequence, dtype, device), device, threads, effort)
+        layer = _build(model, kind, size, sequence, dtype, device)
+        if device == "cpu":
+            timed = _cpu_round(_clock(threads))
+        else:
+            timed = _cuda_rounds(_one_by_one(layer) if kind in ("embedding", "head") else _recorded(layer))
+        rounds = _rounds(layer, timed, device, effort)
         about = {
             "layer_kind": kind, "microbatch_size": size, "sequence": sequence, "dtype": dtype,
             "threads": threads, "head_dim": model.head_dim, **MeasuredLayer.shape_of(model, kind),
@@ -104,9 +108,8 @@ def _build(model: ModelSpec, kind: LayerKind, size: int, sequence: int, dtype_na
     return _Layer(lambda x: part(parameters, x, model, rotary), leaves, gradients, x, dy)
 
 
-def _rounds(layer: _Layer, device: str, threads: int, effort: float) -> list[tuple[float, float, float]]:
-    """Seconds of forward, recompute and backward in every round. With one thread on the CPU: processor time."""
-    timed: Callable[[_Layer, int], Rounds] = _CudaRounds(layer) if device == "cuda" else _cpu_round(_clock(threads))
+def _rounds(layer: _Layer, timed: Callable[[_Layer, int], Rounds], device: str, effort: float) -> Rounds:
+    """Seconds of forward, recompute and backward in every round, once the device is warm."""
     begin = time.perf_counter()
     timed(layer, 2)
     once_s = timed(layer, 1)[-1]
@@ -114,9 +117,6 @@ def _rounds(layer: _Layer, device: str, threads: int, effort: float) -> list[tup
         once_s = timed(layer, 1)[-1]
     total_s = max(sum(once_s), 1e-6)
     return timed(layer, min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(_ROUNDS_S[device] * effort / total_s))))
-
-
-Rounds = list[tuple[float, float, float]]
 
 
 def _clock(threads: int) -> Callable[[], float]:
@@ -142,55 +142,50 @@ def _cpu_round(clock: Callable[[], float]) -> Callable[[_Layer, int], Rounds]:
     return run
 
 
-class _CudaRounds:
-    """Rounds in a row, timed by events of the stream.
+Pass = Callable[[], object]
 
-    Where issuing a round takes about as long as the round, matrix products keep the device busy until some rounds are
-    issued: few enough for the driver's queue.
-    """
 
-    def __init__(self, layer: _Layer) -> None:
-        self._square = torch.randn(_LEAD_SIZE, _LEAD_SIZE, device=layer.x.device).to(torch.bfloat16)
-        self._product = torch.empty_like(self._square)
-        self._lead(2)
-        lead_s = repeat(synchronized(lambda: self._lead(1)), 0.0)
-        self._issue_s, self._lead_s = self._issue_time(layer), median(lead_s)
-        self._leads = True
-        self._leads = self._issue_s > _LATE * sum(self(layer, _LED)[-1])
+def _one_by_one(layer: _Layer) -> tuple[Pass, Pass, Pass]:
+    """The passes of a layer, to be called in this order."""
+    outputs: list[torch.Tensor] = []
+    return layer.forward, lambda: outputs.append(layer.recompute()), lambda: layer.backward(outputs.pop())
 
-    def _issue_time(self, layer: _Layer) -> float:
-        """Seconds until a round is issued, the second time."""
+
+def _recorded(layer: _Layer) -> tuple[Pass, Pass, Pass]:
+    """The same, each recorded as a CUDA graph."""
+    passes, pool, stream = _one_by_one(layer), cuda.graph_pool_handle(), cuda.Stream()
+    stream.wait_stream(cuda.current_stream())
+    with cuda.stream(stream):  # libraries must have been used on it before
         for _ in range(2):
-            cuda.synchronize()
-            begin = time.perf_counter()
-            self._issue(layer)
-            issue_s = time.perf_counter() - begin
-        cuda.synchronize()
-        return issue_s
+            for work in passes:
+                work()
 
-    def _lead(self, count: int) -> None:
+    def record(work: Pass) -> Pass:
+        graph = cuda.CUDAGraph()
+        with cuda.graph(graph, pool=pool, stream=stream):
+            work()
+        return graph.replay  # type: ignore[no-any-return]  # torch's
+
+    first, second, third = map(record, passes)
+    return first, second, third
+
+
+def _cuda_rounds(passes: tuple[Pass, Pass, Pass]) -> Callable[[_Layer, int], Rounds]:
+    """Rounds timed by events of the stream."""
+
+    def run(layer: _Layer, count: int) -> Rounds:
+        rows = []
         for _ in range(count):
-            torch.mm(self._square, self._square, out=self._product)
-
-    def _issue(self, layer: _Layer) -> list[Any]:
-        four = [cuda.Event(enable_timing=True) for _ in range(4)]
-        four[0].record()
-        layer.forward()
-        four[1].record()
-        y = layer.recompute()
-        four[2].record()
-        layer.backward(y)
-        four[3].record()
-        return four
-
-    def __call__(self, layer: _Layer, count: int) -> Rounds:
-        events = []
-        for number in range(count):
-            if self._leads and number % _LED == 0:
-                self._lead(math.ceil(2 * _LED * self._issue_s / self._lead_s))
-            events.append(self._issue(layer))
+            row = [cuda.Event(enable_timing=True) for _ in range(1 + len(passes))]
+            row[0].record()
+            for work, event in zip(passes, row[1:], strict=True):
+                work()
+                event.record()
+            rows.append(row)
         cuda.synchronize()
-        return [(1e-3 * a.elapsed_time(b), 1e-3 * b.elapsed_time(c), 1e-3 * c.elapsed_time(d)) for a, b, c, d in events]
+        return [(1e-3 * a.elapsed_time(b), 1e-3 * b.elapsed_time(c), 1e-3 * c.elapsed_time(d)) for a, b, c, d in rows]
+
+    return run
 
 
 def matmul(device: str, dtype: str, threads: int, effort: float) -> list[Sample]:
@@ -207,27 +202,52 @@ def matmul(device: str, dtype: str, threads: int, effort: float) -> list[Sample]
 
 
 def issue(device: str) -> list[Sample]:
-    """What the host does for one op: on CUDA issuing each pass of a block, else handing over to a waiting thread."""
+    """What the host does for one op: on CUDA issuing each pass of a block, and replaying one that was recorded; else
+    handing over to a waiting thread."""
     if device == "cpu":
         return [Sample("issue", {"device": device}, _handovers())]
+    one_by_one = zip(PASSES, zip(*_issue_rounds(device), strict=True), strict=True)
     return [
-        Sample("issue", {"device": device, "pass_name": name}, seconds)
-        for name, seconds in zip(PASSES, zip(*_issue_rounds(device), strict=True), strict=True)
+        *(Sample("issue", {"device": device, "pass_name": name}, seconds) for name, seconds in one_by_one),
+        Sample("issue", {"device": device, "replayed": True}, _replay_times(device)),
     ]
 
 
-def _issue_rounds(device: str, count: int = 10) -> Rounds:
-    """Seconds until the passes of a block with next to no work return, some rounds in a row: the first is slower."""
+def _small_block(device: str) -> _Layer:
+    """A block with next to no work."""
     model = ModelSpec(name="issue", num_layers=1, hidden_size=64, ffn_size=64, num_heads=1, vocab_size=64)
-    layer = _build(model, "block", 1, 16, "bf16", device)
+    return _build(model, "block", 1, 16, "bf16", device)
+
+
+def _issue_rounds(device: str, count: int = 10) -> Rounds:
+    """Seconds until the passes of a small block return, some rounds in a row: the first is slower."""
+    layer = _small_block(device)
     once = _cpu_round(time.perf_counter)  # the host's clock, and nothing waits for the device but at the end of a round
     once(layer, 1)
     found = []
     for _ in range(count):
         if device == "cuda":
             cuda.synchronize()
-        found += once(layer, 1 + _LED)[1:]
+        found += once(layer, 1 + _IN_A_ROW)[1:]
     return found
+
+
+def _replay_times(device: str, count: int = 30) -> tuple[float, ...]:
+    """Seconds in which the host replays a recorded pass: copies in and out, and an event at both ends, included."""
+    layer = _small_block(device)
+    replay, _, _ = _recorded(layer)
+    target, times = torch.empty_like(layer.x), []
+    for _ in range(count):
+        begin = time.perf_counter()
+        cuda.Event(enable_timing=True).record()
+        target.copy_(layer.x.detach())
+        replay()
+        target.clone()
+        cuda.Event(enable_timing=True).record()
+        times.append(time.perf_counter() - begin)
+        if not len(times) % _IN_A_ROW:
+            cuda.synchronize()
+    return tuple(times[_IN_A_ROW:])
 
 
 def _handovers(count: int = 200) -> tuple[float, ...]:

@@ -88,9 +88,17 @@ class WatchedDevice(CudaDevice):
     def watch(self, program: Any, rank: int) -> None:
         self.program, self.rank, self.faults = program, rank, []  # type: ignore[var-annotated]
 
-    def begin(self, op: int, step: int, traced: bool) -> None:
+    def prepare(self, op: int, step: int) -> None:
         waited_here().clear()
+        super().prepare(op, step)
+        self.thread_waits = getattr(self, "thread_waits", 0) + len(waited_here())
+
+    def begin(self, op: int, step: int, traced: bool) -> None:
+        in_thread = len(waited_here())
         super().begin(op, step, traced)
+        on_stream = self.program.lanes[self.program.lane[op]].name in GPU_LANES
+        if len(waited_here()) > in_thread and not on_stream:
+            self.faults.append((str(self.program.op(op)), step, "its thread waits inside the op's time"))
         program = self.program
         before = [(d, step) for d in program.dependencies[op]]
         before += [(d, step - 1) for d in program.carried[op] if step]
@@ -164,6 +172,7 @@ def test_every_wait_is_for_the_right_event(
     assert store.first_error() == ""
     for device in watched:
         assert device.faults == []
+        assert device.thread_waits > 0
         device.resolve_times(store, TRACED_FROM)
     assert torch.from_numpy(store.times[:, :, 1]).gt(0).all()
 

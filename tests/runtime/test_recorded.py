@@ -1,6 +1,7 @@
 """Recorded stages on a pretended CUDA: what is replayed, in any order of keys, is what plain autograd computes."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +43,7 @@ def test_replayed_stages_compute_what_autograd_does(monkeypatch: pytest.MonkeyPa
     generator = torch.Generator().manual_seed(0)
     slots = [torch.randn((4, 4), generator=generator).requires_grad_() for _ in range(2)]
     slabs = [torch.zeros((4, 4)) for _ in slots]
-    stages = RecordedStages(torch.empty(3, 4), 2)
+    stages = RecordedStages(torch.empty(3, 4), 2, nullcontext)
 
     def layer(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x @ weight)
@@ -88,7 +89,7 @@ def test_recording_keeps_only_its_own_thread_from_what_cannot_be_recorded(monkey
             calls.append("replay")
 
     monkeypatch.setattr(recorded, "cuda", SimpleNamespace(CUDAGraph=Graph))
-    stages = RecordedStages(torch.empty(2, 2), 1)
+    stages = RecordedStages(torch.empty(2, 2), 1, nullcontext)
     stages.forward("key", torch.ones(2, 2), lambda x: [x + 1])
     stages.forward("key", torch.ones(2, 2), lambda x: [x + 1])
     assert calls == [{"pool": None, "capture_error_mode": "thread_local"}, "end", "replay", "replay"]

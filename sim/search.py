@@ -15,8 +15,9 @@ same inputs give the same plan, for any number of processes.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from spipe.check import check
 from spipe.errors import SpipeError, unknown
 from spipe.hardware import HardwareSpec
 from spipe.layer_list import Model
-from spipe.plan import Plan
+from spipe.plan import require_recordable
 from spipe.schedules import get_schedule
 from spipe.sim.advice import no_plan
 from spipe.sim.candidates import Candidate, every_cut
@@ -137,10 +138,14 @@ def search(
         "max_host_bytes": max_host_bytes,
         **plan_fields,
     }
-    if cuda_graphs is None:
-        choices = [True, False] if _recording_pays(model, hardware, plan_fields) else [False]
-    else:
-        choices = [cuda_graphs]
+    trained = model, plan_fields.get("dropout", 0.0), plan_fields.get("compile_layers", False)
+    choices = [bool(cuda_graphs)]
+    if cuda_graphs:
+        require_recordable(*trained)
+    elif cuda_graphs is None and hardware.device == "cuda" and hardware.accelerator.layer_issue_s:
+        with suppress(SpipeError):
+            require_recordable(*trained)
+            choices = [True, False]
     for choice in choices:
         arguments["cuda_graphs"] = choice
         space = make_space(**arguments)
@@ -153,12 +158,6 @@ def search(
         if found is not None:
             return found
     raise no_plan(arguments, space, ledger, refused, advise)
-
-
-def _recording_pays(model: Model, hardware: HardwareSpec, plan_fields: Mapping[str, Any]) -> bool:
-    """Whether ``cuda_graphs`` is possible and known to spare the host something."""
-    possible = Plan.can_record(model, plan_fields.get("dropout", 0.0), plan_fields.get("compile_layers", False))
-    return possible and hardware.device == "cuda" and bool(hardware.accelerator.layer_issue_s)
 
 
 class _Search:

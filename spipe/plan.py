@@ -212,12 +212,8 @@ class Plan(Spec):
                 f"the layout uses {self.layout.num_ranks} ranks, but {self.hardware.name} has {self.hardware.num_ranks}"
             )
         self.layout.layout()
-        if self.cuda_graphs and not self.can_record(self.model, self.dropout, self.compile_layers):
-            raise SpipeError(
-                "cuda_graphs = true is for built-in layers without dropout and compile_layers: what is recorded runs "
-                "the same kernels with the same random numbers each time; set it to false (--no-cuda-graphs), or leave "
-                "the other out"
-            )
+        if self.cuda_graphs:
+            require_recordable(self.model, self.dropout, self.compile_layers)
         for name in ("deterministic", "compile_layers", "cuda_graphs"):
             if getattr(self, name) and self.hardware.device != "cuda":
                 raise SpipeError(
@@ -238,11 +234,6 @@ class Plan(Spec):
     @property
     def gradient_dtype(self) -> Dtype:
         return self.gradient_precision or self.precision
-
-    @staticmethod
-    def can_record(model: Model, dropout: float, compile_layers: bool) -> bool:
-        """Whether ``cuda_graphs`` is for such a model, trained in this way."""
-        return not (isinstance(model, LayerListSpec) or dropout or compile_layers)
 
     def records(self, layers: range) -> bool:
         """Whether compute ops of a stage of these layers are recorded and replayed."""
@@ -320,6 +311,16 @@ def _program(
     require_size(laid_out, num_microbatches)
     order = get_schedule(schedule).compute_order(laid_out, num_microbatches)
     return lower(laid_out, order, num_microbatches, options, tied=tied, frozen=frozen)
+
+
+def require_recordable(model: Model, dropout: float, compile_layers: bool) -> None:
+    """Raises SpipeError if ``cuda_graphs`` is not for such a model, trained in this way."""
+    if isinstance(model, LayerListSpec) or dropout or compile_layers:
+        raise SpipeError(
+            "cuda_graphs = true is for built-in layers without dropout and compile_layers: what is recorded runs the "
+            "same kernels with the same random numbers each time; set it to false (--no-cuda-graphs), or leave the "
+            "other out"
+        )
 
 
 def relative_layer_costs(model: Model, sequence: int) -> list[float]:

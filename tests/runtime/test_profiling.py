@@ -1,7 +1,7 @@
 """Profiling: every part gives samples, on this machine's CPU and on pretended GPUs; what fails becomes a note."""
 
 import contextlib
-import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -138,20 +138,54 @@ def test_the_parts_for_gpus_run_on_two_pretended_ones(monkeypatch: pytest.Monkey
     assert {s.what for s in samples} == {"copy", "peer copy", "device copy", "page lock", "adam"}
     assert all(min(s.seconds) > 0 for s in samples)
     layer = layers._build(SMALL, "block", 2, 16, "fp32", "cpu")
-    monkeypatch.setattr(layers, "_LEAD_SIZE", 8)
-    rounds = layers._CudaRounds(layer)
-    assert rounds(layer, 3) == [(1e-3, 1e-3, 1e-3)] * 3
-    # A device that is as fast as the host gets a lead, long enough to issue a few rounds; a slow one gets none.
-    leads: list[int] = []
-    monkeypatch.setattr(rounds, "_lead", leads.append)
-    for late, expected in ((True, math.ceil(layers._LED / layers._LATE / 2)), (False, 0)):
-        leads.clear()
-        rounds._leads, rounds._issue_s, rounds._lead_s = late, 0.5, layers._LATE * 2
-        assert len(rounds(layer, 2 * layers._LED + 1)) == 2 * layers._LED + 1
-        assert sum(leads) == 3 * expected
+    assert layers._cuda_rounds(layers._one_by_one(layer))(layer, 3) == [(1e-3, 1e-3, 1e-3)] * 3
     fake.cudart = lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2)
     with pytest.raises(RuntimeError, match="gave CUDA error 2"):
         copies.page_lock(1.0)
+
+
+def test_passes_are_recorded_after_they_were_used_and_replayed_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a pretended device: what is done while recording is the pass, and nothing is done again to replay it."""
+    said: list[str] = []
+
+    class Graph:
+        def __init__(self) -> None:
+            self.name = ""
+
+        def replay(self) -> None:
+            said.append(f"replay {self.name}")
+
+    @contextlib.contextmanager
+    def recording(graph: Graph, **_: object) -> Iterator[None]:
+        begin = len(said)
+        yield
+        (graph.name,) = said[begin:]
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fake = SimpleNamespace(
+        graph_pool_handle=lambda: None, Stream=lambda: stream, current_stream=lambda: stream,
+        stream=lambda stream: contextlib.nullcontext(), CUDAGraph=Graph, graph=recording, Event=FakeEvent,
+        synchronize=lambda: None,
+    )  # fmt: skip
+    monkeypatch.setattr(layers, "cuda", fake)
+    layer = layers._build(SMALL, "block", 2, 16, "fp32", "cpu")
+    for name in ("forward", "recompute", "backward"):
+        work = getattr(layers._Layer, name)
+
+        def noted(*arguments: object, name: str = name, work: Callable[..., object] = work) -> object:
+            said.append(name)
+            return work(*arguments)
+
+        monkeypatch.setattr(layers._Layer, name, noted)
+    passes = layers._recorded(layer)
+    assert said == 3 * ["forward", "recompute", "backward"]
+    assert float(layer.gradients[-1].abs().sum()) > 0
+    said.clear()
+    assert layers._cuda_rounds(passes)(layer, 2) == [(1e-3, 1e-3, 1e-3)] * 2
+    assert said == 2 * ["replay forward", "replay recompute", "replay backward"]
+    times = layers._replay_times("cpu")
+    assert len(times) > 20
+    assert min(times) > 0
 
 
 def test_domains_and_processors_are_read_from_the_system(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec, MeasuredLayer, load_hardware
 from spipe.memory import memory
 from spipe.model import ModelSpec, load_model
-from spipe.ops import Kind
+from spipe.ops import COMPUTE, Kind
 from spipe.plan import Plan, make_plan
 from spipe.sim import calibrate, compare, simulate
 from spipe.sim.compare import memory_rows
@@ -473,6 +473,30 @@ def test_what_issuing_takes_by_the_layer_and_by_the_op() -> None:
         for name in ("recompute", "backward"):
             assert accelerator.layer_issue_s[name] == pytest.approx(by_layer, rel=0.05)
             assert accelerator.op_issue_s[name] == pytest.approx(by_op, rel=0.1)
+
+
+def test_what_is_replayed_says_what_layers_and_one_launch_take() -> None:
+    """Not what the host needs for layers one by one: that stays what was known."""
+    issue_s = {"forward": 1.0, "recompute": 1.0, "backward": 1.0}
+    start = GPU.replace(accelerator=GPU.accelerator.replace(layer_issue_s=issue_s))
+    plan = gpu_plan(num_ranks=1, forward_stages=16, backward_stages=33, cuda_graphs=True)
+    ((_, trace),) = runs([plan], start)
+    for row, i in enumerate(trace.op):
+        if plan.program().kind[i] in COMPUTE and plan.records(plan.program().layers(plan.program().stage[i])):
+            trace.cpu_s[row] = 2e-4
+    found = calibrate([(plan, trace)], start).hardware
+    assert found.accelerator.launch_overhead_s == pytest.approx(2e-4)
+    assert found.accelerator.layer_issue_s == pytest.approx(issue_s, rel=0.01)
+    truth, fitted = CostModel.of(plan, start), CostModel.of(plan, found)
+    for name in ("forward", "recompute", "backward"):
+        assert fitted.device_s("block", name) == pytest.approx(truth.device_s("block", name), rel=0.01)
+
+
+def test_a_run_without_an_undo_log_tells_the_rate_with_one() -> None:
+    start = GPU.replace(cpu=GPU.cpu.replace(undo_slowdown=1.3, memory_bandwidth_bytes_per_s=1e14))
+    plan = gpu_plan(options={"optimizer": "sync"})
+    found = calibrate(runs([plan], start), start.replace(cpu=start.cpu.replace(adam_parameters_per_s=1e9)))
+    assert found.hardware.cpu.adam_parameters_per_s == pytest.approx(start.cpu.adam_parameters_per_s, rel=0.03)
 
 
 def test_a_run_that_is_bound_by_its_host_says_nothing_of_how_fast_layers_are() -> None:

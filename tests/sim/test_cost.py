@@ -7,7 +7,7 @@ from spipe.model import ModelSpec, PassName, load_model
 from spipe.ops import Kind
 from spipe.plan import make_plan
 from spipe.sim.cost import CostModel
-from spipe.sim.pricing import op_costs
+from spipe.sim.pricing import Pricing, op_costs
 from spipe.sim.resources import Flow, FlowSpec, max_min_rates
 
 MODEL = load_model("llama2-7b")
@@ -113,6 +113,38 @@ def test_a_stage_takes_no_less_than_its_host_needs_for_the_op_and_its_layers() -
         assert backward == pytest.approx(3 * backward_s)
         assert recompute >= 3 * 0.1 - 1e-9
         assert mixed.device_s("block", "backward") == backward_s
+
+
+def test_stages_that_are_replayed_take_what_the_device_needs_and_their_copies() -> None:
+    issue = {"layer_issue_s": {"forward": 1.0}, "op_issue_s": {"forward": 0.5}, "launch_overhead_s": 1e-4}
+    hardware = H200.replace(accelerator=H200.accelerator.replace(**issue))
+    plans = [
+        make_plan(MODEL, hardware, num_ranks=1, forward_stages=4, backward_stages=4, global_batch=4,
+                  microbatch_size=1, sequence=2048, precision="bf16", cuda_graphs=recorded)
+        for recorded in (False, True)
+    ]  # fmt: skip
+    slow, fast = (CostModel.of(plan) for plan in plans)
+    device_s = fast.device_s("block", "forward")
+    assert slow.stage_s(range(1, 3), "forward") == 2.5
+    assert fast.stage_s(range(1, 3), "forward") == pytest.approx(2 * device_s)
+    ends = range(2), range(MODEL.num_total_layers - 2, MODEL.num_total_layers)
+    assert [fast.stage_s(layers, "forward") for layers in ends] == [slow.stage_s(layers, "forward") for layers in ends]
+    program = plans[1].program()
+    i = next(i for i, stage in enumerate(program.stage) if stage == 1 and program.kind[i] == Kind.FORWARD)
+    moved = 6 * fast.boundary_bytes() / hardware.accelerator.memory_bandwidth_bytes_per_s
+    expected = fast.stage_s(program.layers(1), "forward") + moved
+    assert Pricing(fast, program).price(i)[0] == pytest.approx(expected)
+
+
+def test_an_optimizer_that_need_not_undo_is_faster_where_a_profile_says_so() -> None:
+    hardware = H200.replace(cpu=H200.cpu.replace(undo_slowdown=1.25, memory_bandwidth_bytes_per_s=1e15))
+    rates = {}
+    for optimizer in ("async", "sync"):
+        plan = make_plan(MODEL, hardware, num_ranks=1, global_batch=4, microbatch_size=1, sequence=2048,
+                         options={"optimizer": optimizer})  # fmt: skip
+        rates[optimizer] = CostModel.of(plan).adam_rate
+    assert rates["async"] == pytest.approx(hardware.cpu.adam_parameters_per_s)
+    assert rates["sync"] == pytest.approx(1.25 * rates["async"])
 
 
 def test_ideal_costs_are_exact_constants() -> None:

@@ -38,7 +38,9 @@ def layer_samples(truth: HardwareSpec, model: ModelSpec, size: int, sequence: in
     ]  # fmt: skip
 
 
-def gpu_profile(truth: HardwareSpec, all_at_once: float = 1.0, peer_gb_per_s: float = 392.0) -> Profile:
+def gpu_profile(
+    truth: HardwareSpec, all_at_once: float = 1.0, peer_gb_per_s: float = 392.0, undo_slowdown: float = 1.1
+) -> Profile:
     """Two GPUs whose copies at the same time reach ``all_at_once`` of twice one's."""
     link, number = truth.links[0], 2
     machine = {
@@ -68,11 +70,13 @@ def gpu_profile(truth: HardwareSpec, all_at_once: float = 1.0, peer_gb_per_s: fl
     add("device copy", 2 * MIB / bandwidth, bytes=MIB)
     for name, issue_s in (("forward", 1e-4), ("recompute", 1.5e-4), ("backward", 3e-4)):
         add("issue", issue_s, device="cuda", pass_name=name)
+    add("issue", 8e-5, device="cuda", replayed=True)
     add("page lock", 1e9 / 4e9, bytes=10**9)
     add("triad", 1e9 / truth.cpu.memory_bandwidth_bytes_per_s, threads=truth.cpu.cores, bytes=10**9)
     for count in (4096, 1 << 26):
         seconds = truth.cpu.adam_s_per_op + count / truth.cpu.adam_parameters_per_s
         add("adam", seconds, threads=truth.cpu.cores, parameters=count, dtype="bf16")
+    add("adam", seconds / undo_slowdown, threads=truth.cpu.cores, parameters=count, dtype="bf16", undo=False)
     for dtype, peak in truth.accelerator.peak_flops.items():
         add("matmul", 1e12 / (peak * 0.9), dtype=dtype, flops=1e12)
     for size in (1, 2, 4):
@@ -88,6 +92,9 @@ def test_a_known_gpu_host_is_recovered(tmp_path: Path) -> None:
         if true.b == "memory":
             assert found.bandwidth_bytes_per_s == pytest.approx(true.bandwidth_bytes_per_s, rel=0.02)
     assert spec.cpu.adam_parameters_per_s == pytest.approx(truth.cpu.adam_parameters_per_s, rel=0.02)
+    assert spec.cpu.undo_slowdown == pytest.approx(1.1, rel=0.02)
+    assert hardware_of(gpu_profile(truth, undo_slowdown=0.9), "here").cpu.undo_slowdown == 1.0
+    assert spec.accelerator.launch_overhead_s == pytest.approx(8e-5, rel=0.02)
     assert spec.cpu.page_lock_bytes_per_s == pytest.approx(4e9, rel=0.02)
     assert spec.cpu.pageable_bytes_per_s == pytest.approx(9e9, rel=0.02)
     plan = make_plan(

@@ -11,6 +11,7 @@ from spipe.check import check
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec, MeasuredLayer, load_hardware
 from spipe.layer_list import LayerListSpec, LayerSpec
+from spipe.memory import memory
 from spipe.model import LayerKind, ModelSpec, PassName, load_model
 from spipe.options import Options
 from spipe.plan import make_plan
@@ -551,3 +552,39 @@ def test_attention_and_feed_forward_of_a_listed_block_may_be_in_different_stages
     layout = found.plan.layout.layout()
     assert any(stage.first % 2 for stage in (*layout.forward, *layout.backward))
     assert check(found.plan.program()) == []
+
+
+def test_stages_are_recorded_where_issuing_is_known_to_cost_something() -> None:
+    def recorded(hardware: HardwareSpec, model: ModelSpec = BLOCKS, **fields: Any) -> bool:
+        given: dict[str, Any] = {"global_batch": 8, "sequence": 128, "num_ranks": 1, "effort": 0.2}
+        return search(model, hardware, **(given | fields)).plan.cuda_graphs
+
+    plain = load_hardware("h200x1")
+    issue_s = {"forward": 1e-3, "recompute": 1e-3, "backward": 2e-3}
+    profiled = plain.replace(accelerator=plain.accelerator.replace(layer_issue_s=issue_s))
+    assert not recorded(plain)
+    assert recorded(plain, cuda_graphs=True)
+    assert recorded(profiled)
+    assert not recorded(profiled, cuda_graphs=False)
+    assert not recorded(profiled, dropout=0.1)
+    assert not recorded(profiled, compile_layers=True)
+    with pytest.raises(SpipeError, match="cuda_graphs = true is for built-in layers without dropout"):
+        recorded(profiled, dropout=0.1, cuda_graphs=True)
+
+
+def test_nothing_is_recorded_where_only_that_fits() -> None:
+    hardware = load_hardware("h200x1")
+    issue_s = {"forward": 1e-3, "recompute": 1e-3, "backward": 2e-3}
+    hardware = hardware.replace(accelerator=hardware.accelerator.replace(layer_issue_s=issue_s))
+    fields: dict[str, Any] = {
+        "global_batch": 4, "sequence": 512, "microbatch_size": 4, "forward_stages": 24, "backward_stages": 24,
+        "schedules": ["mobius"], "options": {"device_layers": 0}, "cuts": "balanced", "effort": 0.2,
+    }  # fmt: skip
+    needs = []
+    for recorded in (False, True):
+        plan = search(BLOCKS, hardware, cuda_graphs=recorded, **fields).plan
+        needs.append(memory(plan).rank_bytes[0])
+    assert needs[0] < needs[1]
+    between = sum(needs) / 2
+    assert not search(BLOCKS, hardware, max_rank_bytes=between, **fields).plan.cuda_graphs
+    assert search(BLOCKS, hardware, max_rank_bytes=1.01 * needs[1], **fields).plan.cuda_graphs

@@ -9,12 +9,14 @@ import pytest
 from rich.console import Console
 
 from spipe import demo
-from spipe.hardware import load_hardware
+from spipe.errors import SpipeError
+from spipe.hardware import HardwareSpec, load_hardware
 from spipe.metrics import CAUSES
-from spipe.plan import Plan
+from spipe.plan import AdamW, Plan
 from spipe.profile import Profile
 from spipe.runtime import profiling
 from spipe.sim.profiled import hardware_of
+from spipe.tune import TRAINED, Search
 
 from .conftest import Command
 
@@ -194,3 +196,21 @@ def test_tune_keeps_the_best_measured_plan(command: Command, plan_file: Path, tm
     assert load_hardware(folder / "hardware.toml").measured
     assert json.loads((folder / "tune.json").read_text()) == found
     assert found["trials"][0]["plan"] == Plan.load(plan_file).digest()
+
+
+def test_a_tuned_plan_trains_what_the_first_one_does(
+    command: Command, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Plan.load(plan_file).replace(dropout=0.1, z_loss=1e-4, seed=7, optimizer=AdamW(max_norm=0.5))
+    first.save(tmp_path / "first.json")
+    searched: list[Plan] = []
+
+    def tuned(first: Plan, hardware: HardwareSpec, search: Search, *_: object, **__: object) -> None:
+        searched.append(search(hardware))
+        raise SpipeError("enough")
+
+    monkeypatch.setattr("spipe.tune.tune", tuned)
+    result = command("tune", "--plan", tmp_path / "first.json", "--effort", 0.1, "--workers", 1, "-o", tmp_path / "t")
+    assert "enough" in result.err
+    for name in TRAINED:
+        assert getattr(searched[0], name) == getattr(first, name), name

@@ -137,9 +137,11 @@ class Handlers:
         return tokens.inputs, tokens.labels
 
     def _run(
-        self, op: int, step: int, x: torch.Tensor | None, keep: dict[int, list[torch.Tensor]] | None = None
-    ) -> torch.Tensor:
+        self, op: int, step: int, x: torch.Tensor | None, keep: dict[int, list[torch.Tensor]] | None = None,
+        output: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
         """The layers of a compute op: activations, or the loss if it is of the top stage; ``keep`` takes boundaries.
+        Without ``output``, what is returned may be a graph without values.
 
         A forward stage that reaches the head does its work for nothing, as the published schedules do: the loss that
         counts is the recomputed one.
@@ -147,11 +149,12 @@ class Handlers:
         stage, m = self.program.stage[op], self.program.index[op]
         labels = self._token_slot(stage, m)[1] if stage == self.top else None
         y = self._token_slot(stage, m)[0] if x is None else x
-        for layer, parameters in zip(self.program.layers(stage), self._weights(op), strict=True):
+        layers = self.program.layers(stage)
+        for layer, parameters in zip(layers, self._weights(op), strict=True):
             if keep is not None and layer in keep:
                 keep[layer].append(y)
             seed = draw_seed(self.plan.seed, self.first_step + step, m, layer)
-            y = self.network(layer, parameters, y, labels, seed)
+            y = self.network(layer, parameters, y, labels, seed, output or layer + 1 < layers.stop)
         return y
 
     def forward(self, op: int, step: int) -> None:
@@ -183,6 +186,7 @@ class Handlers:
 
     def recompute(self, op: int, step: int) -> None:
         stage, m = self.program.stage[op], self.program.index[op]
+        output = stage == self.top or self.program.options.recompute_output
         x = None
         if self.program.layers(stage).start:
             x = self.held.pop(("stage input", stage, m)).detach().requires_grad_()
@@ -193,13 +197,13 @@ class Handlers:
             recorded.recompute(
                 key,
                 x.detach(),
-                lambda x: self._run(op, step, x),
+                lambda x: self._run(op, step, x, output=output),
                 lambda y, dy: self._accumulate(leaves, targets, y, dy),
             )
             self.replayed[stage, m] = key
             return
         with torch.enable_grad():
-            y = self._run(op, step, x)
+            y = self._run(op, step, x, output=output)
         self.graphs[stage, m] = x, y
         if stage == self.top:
             self.losses[step].append(y.detach())

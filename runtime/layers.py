@@ -101,36 +101,66 @@ class KeysAndValues:
 
 def block(
     p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable, dropout: float = 0.0,
-    past: KeysAndValues | None = None,
+    past: KeysAndValues | None = None, output: bool = True,
 ) -> Tensor:  # fmt: skip
     """One transformer block: activations (b, s, h) -> (b, s, h).
 
-    ``dropout``: probability with which an element of what attention and feed-forward add is left out.
+    Args:
+        dropout: probability with which an element of what attention and feed-forward add is left out.
+        output: False: only what backward needs is computed; what is returned has a shape and a graph, but no values.
     """
-    return feed_forward(p, attention(p, x, model, rotary, dropout, past), model, dropout)
+    return feed_forward(p, attention(p, x, model, rotary, dropout, past), model, dropout, output)
 
 
 def attention(
     p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable, dropout: float = 0.0,
-    past: KeysAndValues | None = None,
+    past: KeysAndValues | None = None, output: bool = True,
 ) -> Tensor:  # fmt: skip
     """The first part of a block, activations (b, s, h) -> (b, s, h): what causal attention adds to them."""
     mixed = _mixed(p, _norm(x, p["input_layernorm.weight"], model), model, rotary, past)
-    return x + (F.dropout(mixed, dropout) if dropout else mixed)
+    return _add(x, mixed, p["self_attn.o_proj.weight"], dropout, output)
 
 
-def feed_forward(p: Parameters, x: Tensor, model: ModelSpec, dropout: float = 0.0) -> Tensor:
+def feed_forward(p: Parameters, x: Tensor, model: ModelSpec, dropout: float = 0.0, output: bool = True) -> Tensor:
     """The second part of a block, activations (b, s, h) -> (b, s, h): what the SwiGLU feed-forward adds to them."""
     y = _norm(x, p["post_attention_layernorm.weight"], model)
     product = fused.swiglu(F.linear(y, p["mlp.gate_proj.weight"]), F.linear(y, p["mlp.up_proj.weight"]))
-    y = F.linear(product, p["mlp.down_proj.weight"])
+    return _add(x, product, p["mlp.down_proj.weight"], dropout, output)
+
+
+def _add(x: Tensor, y: Tensor, weight: Tensor, dropout: float, output: bool) -> Tensor:
+    """x (b, s, h) plus what the last product of a layer makes of y (b, s, n): weight is (h, n)."""
+    if not output and not dropout:
+        unseen: Tensor = UnseenSum.apply(x, y, weight)  # type: ignore[no-untyped-call]  # torch's
+        return unseen
+    y = F.linear(y, weight)
     return x + (F.dropout(y, dropout) if dropout else y)
+
+
+class UnseenSum(torch.autograd.Function):
+    """x (.., h) plus y (.., n) times weight (h, n) transposed, of which only the backward is computed.
+
+    A recompute ends with such a sum, and nothing reads it: a fifth of a block's operations. Gradients have the bits of
+    those of ``F.linear`` and the sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(y, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        y, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        dweight = rows.t() @ y.flatten(0, -2) if ctx.needs_input_grad[2] else None
+        return gradient, (rows @ weight).view_as(y), dweight
 
 
 def _mixed(
     p: Parameters, x: Tensor, model: ModelSpec, rotary: RotaryTable, past: KeysAndValues | None = None
 ) -> Tensor:
-    """Causal (grouped-query) attention of the normed activations x (b, s, h) -> (b, s, h).
+    """Causal (grouped-query) attention of the normed activations x (b, s, h) -> (b, s, a), before its last product.
 
     With a ``past``, x is what comes behind it: all tokens of a text (nothing is past yet), or the next one.
     """
@@ -148,7 +178,7 @@ def _mixed(
         is_causal=k.shape[2] == q.shape[2],
         enable_gqa=model.num_kv_heads != model.num_heads,
     )
-    return F.linear(mixed.transpose(1, 2).flatten(2), p["self_attn.o_proj.weight"])
+    return mixed.transpose(1, 2).flatten(2)
 
 
 def _heads(p: Parameters, name: str, x: Tensor, model: ModelSpec) -> Tensor:

@@ -140,8 +140,9 @@ class ModuleNetwork:
                 part._buffers[name] = buffer.to(device, dtype)
 
     def __call__(
-        self, layer: int, parameters: Parameters, x: Tensor, target: Tensor | None, seed: int | None
-    ) -> Tensor:
+        self, layer: int, parameters: Parameters, x: Tensor, target: Tensor | None, seed: int | None,
+        output: bool = True,
+    ) -> Tensor:  # fmt: skip
         self._set_mode(evaluating=seed is None)
         if seed is not None:
             seed_generator(self.device, seed)

@@ -22,8 +22,9 @@ class Network(Protocol):
     """A model's layers as one function."""
 
     def __call__(
-        self, layer: int, parameters: Parameters, x: Tensor, target: Tensor | None, seed: int | None
-    ) -> Tensor:
+        self, layer: int, parameters: Parameters, x: Tensor, target: Tensor | None, seed: int | None,
+        output: bool = True,
+    ) -> Tensor:  # fmt: skip
         """The output of a layer; of the last one, where there is a target, the mean loss.
 
         Args:
@@ -32,6 +33,7 @@ class Network(Protocol):
             x: what enters the layer: for layer 0 the microbatch's inputs.
             target: labels, for the last layer.
             seed: of what the layer draws at random; None in an evaluation, which draws nothing.
+            output: False: the result may be without values, because only its graph is needed.
         """
 
 
@@ -57,14 +59,16 @@ class DecoderNetwork:
         self.model, self.device, self.dropout, self.z_loss = plan.model, device, plan.dropout, plan.z_loss
         self.rotary = layers.RotaryTable.build(plan.model, plan.sequence, DTYPES[plan.precision], device)
         self.block, self.attention, self.feed_forward = layers.block, layers.attention, layers.feed_forward
-        if plan.compile_layers:
+        self.is_compiled = plan.compile_layers
+        if self.is_compiled:
             self.block, self.attention, self.feed_forward = (
                 torch.compile(part, dynamic=False) for part in (self.block, self.attention, self.feed_forward)
             )
 
     def __call__(
-        self, layer: int, parameters: Parameters, x: Tensor, target: Tensor | None, seed: int | None
-    ) -> Tensor:
+        self, layer: int, parameters: Parameters, x: Tensor, target: Tensor | None, seed: int | None,
+        output: bool = True,
+    ) -> Tensor:  # fmt: skip
         kind = self.model.layer_kind(layer)
         if kind == "embedding":
             return layers.embedding(parameters, x)
@@ -72,10 +76,11 @@ class DecoderNetwork:
             dropout = self.dropout if seed is not None else 0.0
             if seed is not None and dropout:
                 seed_generator(self.device, seed)
+            output = output or self.is_compiled  # or there would be a second graph to compile
             if kind == "mlp":
-                return self.feed_forward(parameters, x, self.model, dropout)
+                return self.feed_forward(parameters, x, self.model, dropout, output)
             part = self.block if kind == "block" else self.attention
-            return part(parameters, x, self.model, self.rotary, dropout)
+            return part(parameters, x, self.model, self.rotary, dropout, None, output)
         if target is None:
             target = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
         return layers.head(parameters, x, target, self.model, self.z_loss if seed is not None else 0.0)

@@ -89,7 +89,7 @@ def compute_ceiling(work: Work) -> dict[str, Any]:
             layers.block(block, x, model, rotary)
 
     def recompute_and_backward() -> None:  # gradients of parameters are accumulated, as in training
-        layers.block(block, x, model, rotary).backward(gradient)
+        layers.block(block, x, model, rotary, output=plan.options.recompute_output).backward(gradient)
         x.grad = None
 
     def head_and_backward() -> None:

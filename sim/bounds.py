@@ -132,6 +132,7 @@ def least_step_s(
         np.array([costs.device_s(model.layer_kind(i), name) for i in layers])
         for name in ("forward", "recompute", "backward")
     )
+    again = again - [costs.unseen_s(range(i, i + 1)) for i in layers]  # in which a stage may end
     full_forward = full_forward and recompute  # without, what a forward covers is not computed again
     again = (again if recompute else np.minimum(again, forward)) + backward  # of the top backward stage
     below = again if recompute else backward  # of what lies below the top backward stage

@@ -177,7 +177,9 @@ class Fit:
             for layer in LAYER_KINDS
             if any(_shape(op.costs) == shape and op.layer_counts[layer] for op in ops)
         ]
-        rows = [[*(op.layer_counts[layer] * (_shape(op.costs) == shape) for shape, layer in seen), 1.0] for op in ops]
+        rows = [
+            [*(op.computed.get(layer, 0.0) * (_shape(op.costs) == shape) for shape, layer in seen), 1.0] for op in ops
+        ]
         launch = self.hardware.accelerator.launch_overhead_s
         fixed = launch if self.hardware.device == "cpu" else 0.0
         priors = [Prior([0.0] * len(seen) + [1.0], fixed, max(launch, 1e-6))]
@@ -185,7 +187,7 @@ class Fit:
             unit = next((kind for kind in _BODY if (shape, kind) in seen), layer)
             if layer != unit:
                 mine = [op for op in ops if _shape(op.costs) == shape]
-                unit_s = median(_of_layers_s(op) / max(op.layer_counts[unit], 1) for op in mine)
+                unit_s = median(_of_layers_s(op) / (op.computed.get(unit) or 1.0) for op in mine)
                 ratio = self.shapes[shape].ratio(layer, unit, name)
                 row = [0.0] * (len(seen) + 1)
                 row[seen.index((shape, layer))] = 1.0

@@ -34,6 +34,7 @@ class CostModel:
         compute_threads: device ``cpu``: cores of a rank's compute lane.
         optimizer_threads: cores of a rank's optimizer; 0: the host's cores shared out over ``ranks_per_host``.
         ranks_per_host: ranks in use on a host.
+        skips_outputs: a recompute leaves out what only its stage's output needs.
         keeps_undo: the optimizer steps before it knows that the step counts.
         cuda_graphs: stages of nothing but blocks are replayed, which takes the host one launch.
     """
@@ -49,6 +50,7 @@ class CostModel:
     ranks_per_host: int = 1
     cuda_graphs: bool = False
     keeps_undo: bool = True
+    skips_outputs: bool = False
     _notes: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
     _uncalibrated: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
 
@@ -68,6 +70,7 @@ class CostModel:
             ranks_per_host=min(plan.layout.num_ranks, hardware.ranks_per_host),
             cuda_graphs=plan.cuda_graphs,
             keeps_undo=plan.options.optimizer == "async",
+            skips_outputs=not (plan.options.recompute_output or plan.compile_layers or plan.dropout),
         )
 
     @property
@@ -268,13 +271,27 @@ class CostModel:
         kinds = [self.model.layer_kind(layer) for layer in layers]
         return self._no_less(
             pass_name,
-            lambda name: math.fsum(self.device_s(kind, name) for kind in kinds),
+            lambda name: (
+                math.fsum(self.device_s(kind, name) for kind in kinds)
+                - (self.unseen_s(layers) if name == "recompute" else 0.0)
+            ),
             lambda name: (
                 self.hardware.accelerator.op_issue_s.get(name, 0.0)
                 + math.fsum(self._issue_s(kind, name) for kind in kinds)
             ),
             self.records(layers),
         )
+
+    def unseen(self, layers: range) -> float:
+        """Share of the last layer of a stage that its recompute leaves out, as it only makes the stage's output."""
+        model = self.model
+        if not self.skips_outputs or not isinstance(model, ModelSpec) or self.hardware.unit_cost is not None:
+            return 0.0
+        return model.output_share(model.layer_kind(layers.stop - 1), self.sequence)
+
+    def unseen_s(self, layers: range) -> float:
+        """Seconds that the recompute of a stage is shorter than those of its layers."""
+        return self.unseen(layers) * self.device_s(self.model.layer_kind(layers.stop - 1), "recompute")
 
     def records(self, layers: range) -> bool:
         """Whether ops of a stage are recorded and replayed."""

@@ -55,8 +55,9 @@ class Job:
     def cost_model(
         self, microbatch_size: int, num_ranks: int, compute_threads: int = 1, options: Mapping[str, Any] | None = None
     ) -> CostModel:
-        """With options, those of a candidate; without, no plan's optimizer is faster."""
-        fields, optimizer = self.plan_fields, self.options.get("optimizer", (options or {}).get("optimizer"))
+        """With options, those of a candidate; without, no plan's optimizer or recompute is faster."""
+        fields, chosen = self.plan_fields, {**(options or {}), **self.options}
+        optimizer = chosen.get("optimizer")
         return CostModel(
             model=self.model,
             hardware=self.hardware,
@@ -69,6 +70,7 @@ class Job:
             ranks_per_host=min(num_ranks, self.hardware.ranks_per_host),
             cuda_graphs=fields.get("cuda_graphs", False),
             keeps_undo=optimizer == "async" or (optimizer is None and options is not None),
+            skips_outputs=not (chosen.get("recompute_output") or fields.get("compile_layers") or fields.get("dropout")),
         )
 
     def costs(self, candidate: Candidate) -> CostModel:

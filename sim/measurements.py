@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
@@ -42,6 +42,7 @@ class Measurement:
         is_replayed: a compute op that was recorded: the host issues all of its layers at once.
         gap_s: what its lane took to get to it, on average but for the worst tenth; on device ``cuda`` of compute ops.
         layer_counts: layers by kind, for compute ops.
+        computed: the same, less what a recompute leaves out.
         num_bytes, source, target: for copies and messages.
         num_parameters: for STEP.
     """
@@ -54,6 +55,7 @@ class Measurement:
     is_replayed: bool
     gap_s: float
     layer_counts: Counter[str]
+    computed: Mapping[str, float]
     num_bytes: float
     source: Place
     target: Place
@@ -152,6 +154,11 @@ def measurements(
             continue
         parts = pricing.parts(i)
         source, target = pricing.ends(i)
+        layers = program.layers(stage)
+        counts = Counter(plan.model.layer_kind(layer) for layer in layers)
+        computed: dict[str, float] = dict(counts)
+        if kind is Kind.RECOMPUTE:
+            computed[plan.model.layer_kind(layers.stop - 1)] -= costs.unseen(layers)
         found.append(
             Measurement(
                 costs=costs,
@@ -163,7 +170,8 @@ def measurements(
                 gap_s=_usual_mean(gaps[kind_number, stage, bucket])
                 if hardware.device == "cpu" or kind in COMPUTE
                 else 0.0,
-                layer_counts=Counter(plan.model.layer_kind(layer) for layer in program.layers(stage)),
+                layer_counts=counts,
+                computed=computed,
                 num_bytes=sum(size for _, size in parts),
                 source=source,
                 target=target,

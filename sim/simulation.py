@@ -93,7 +93,11 @@ class Simulation:
         layout = self.program.layout
         kept = len(layout.forward) if plan.options.recompute == "never" else 0
         forward = sum(layer[i] for stage in layout.forward for i in stage.layers)
-        again = sum(layer[i] for stage in layout.backward[kept:] for i in stage.layers)
+        unseen = CostModel.of(plan, self.hardware).unseen
+        again = sum(
+            sum(layer[i] for i in stage.layers) - unseen(stage.layers) * layer[stage.stop - 1]
+            for stage in layout.backward[kept:]
+        )
         return (forward + again + 2 * sum(layer)) * plan.num_microbatches / (self.step_s * self._peak)
 
     @property

@@ -227,6 +227,13 @@ class ModelSpec(Spec):
             raise unknown("pass", pass_name, PASS_FACTOR)
         return PASS_FACTOR[pass_name] * self.layer_forward_flops(kind, num_sequences, sequence, causal=causal)
 
+    def output_share(self, kind: LayerKind, sequence: int) -> float:
+        """Share of a layer's forward operations in the product that only its output needs, and no backward."""
+        width = {"block": self.ffn_size, "mlp": self.ffn_size, "attention": self.attention_size}.get(kind)
+        if width is None:
+            return 0.0
+        return 2 * sequence * width * self.hidden_size / self.layer_forward_flops(kind, 1, sequence, causal=True)
+
     def model_flops_per_token(self, sequence: int, *, causal: bool = False) -> float:
         """Operations of forward and backward of the whole model per token; recompute does not count."""
         block = self.layer_forward_flops("block", 1, sequence, causal=causal)

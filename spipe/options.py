@@ -15,6 +15,10 @@ class Options(Spec):
     """``early``: recompute as soon as the stage input is there; ``late``: only once the gradient is there, too;
     ``never``: what a forward saves is kept for its backward, on the GPU or (``stage_input_route`` ``host``) in host
     memory. RECOMPUTE then takes no time, but for a stage that no forward runs."""
+    recompute_output: Flag = False
+    """Whether a RECOMPUTE also computes what its stage passes on, which no op reads (the published systems do). What is
+    left out is the last product of the stage's last layer: a fifth of a block. Lists of modules, compiled layers and
+    dropout always compute it."""
     optimizer: Literal["async", "sync", "stale"] = "async"
     """``async``: a bucket steps as soon as its gradient is on the host; ``sync``: after every gradient is validated;
     ``stale``: as ``async``, but a step reads the weights as they were one step earlier, so that steps overlap."""

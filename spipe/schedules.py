@@ -169,7 +169,9 @@ def _gpipe(num_ranks: int, costs: Sequence[float], forward: int, backward: int, 
     return _coupled(num_ranks, costs, 1, 1, full_forward)
 
 
-_SYNCHRONOUS: dict[str, object] = {"optimizer": "sync", "barrier": True, "recompute": "late", "bucket_layers": 0}
+_SYNCHRONOUS: dict[str, object] = {
+    "optimizer": "sync", "barrier": True, "recompute": "late", "recompute_output": True, "bucket_layers": 0
+}  # fmt: skip
 _THROUGH_HOST: dict[str, object] = {"stage_input_route": "host", "message_route": "host"}
 _KEPT = _SYNCHRONOUS | {"recompute": "never", "weight_slots": None}
 
@@ -182,7 +184,7 @@ SCHEDULES: dict[str, Schedule] = {
             _decoupled,
             breadth_first,
             True,
-            {"barrier": True, "step_order": "arrival", "bucket_layers": 0},
+            {"barrier": True, "step_order": "arrival", "bucket_layers": 0, "recompute_output": True},
         ),
         Schedule(
             "mobius", "breadth-first pipeline with weights in CPU memory", _coupled, breadth_first, False, _SYNCHRONOUS
@@ -204,7 +206,7 @@ SCHEDULES: dict[str, Schedule] = {
             _round_robin,
             breadth_first,
             True,
-            {**_THROUGH_HOST, "optimizer": "sync", "barrier": True, "step_order": "arrival"},
+            {**_THROUGH_HOST, "optimizer": "sync", "barrier": True, "step_order": "arrival", "recompute_output": True},
             _THROUGH_HOST,
             simulated_only=True,
         ),

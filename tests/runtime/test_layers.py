@@ -229,3 +229,46 @@ def test_fused_swiglu_is_that_of_single_operations_and_keeps_its_two_inputs(devi
             assert torch.equal(x, y)
         else:  # exponentials differ in their last bits
             torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("part", [layers.block, layers.attention, layers.feed_forward], ids=lambda part: part.__name__)
+def test_without_its_output_a_layer_has_the_gradients_that_it_has_with_it(
+    device: str, dtype: torch.dtype, part: Callable[..., torch.Tensor]
+) -> None:
+    """To the bit: what is left out is a product that no gradient needs."""
+    rotary = layers.RotaryTable.build(MODEL, 12, dtype, torch.device(device))
+    parameters = {name: value.to(device, dtype) for name, value in _parameters(MODEL, "block").items()}
+    generator = torch.Generator().manual_seed(3)
+    x, dy = (torch.randn((3, 12, MODEL.hidden_size), generator=generator).to(device, dtype) for _ in range(2))
+    found = []
+    for output in (True, False):
+        leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
+        leaf = x.clone().requires_grad_()
+        arguments = () if part is layers.feed_forward else (rotary,)
+        y = part(leaves, leaf, MODEL, *arguments, output=output)
+        assert y.shape == x.shape
+        with torch.no_grad():
+            y.fill_(math.nan)  # nothing reads it
+        torch.autograd.backward(y, dy)
+        found.append([leaf.grad, *(value.grad for value in leaves.values())])
+    assert sum(gradient is not None for gradient in found[0]) > 3
+    for one, other in zip(*found, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+def test_what_is_trained_decides_which_gradients_a_layer_without_output_has() -> None:
+    x, y, weight = torch.randn(2, 3, 4), torch.randn(2, 3, 5).requires_grad_(), torch.randn(4, 5)
+    layers.UnseenSum.apply(x, y, weight).sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(y.grad, weight.sum(0).expand_as(y))
+    assert weight.grad is None
+
+
+def test_dropout_draws_its_mask_with_the_output() -> None:
+    rotary = layers.RotaryTable.build(MODEL, 4, torch.float32, torch.device("cpu"))
+    x, found = torch.randn(1, 4, MODEL.hidden_size), []
+    for output in (True, False):
+        torch.manual_seed(0)
+        found.append(layers.block(_parameters(MODEL, "block"), x, MODEL, rotary, 0.5, output=output))
+    assert torch.equal(*found)

@@ -492,6 +492,19 @@ def test_what_is_replayed_says_what_layers_and_one_launch_take() -> None:
         assert fitted.device_s("block", name) == pytest.approx(truth.device_s("block", name), rel=0.01)
 
 
+@pytest.mark.parametrize("stages", [(2, 6), (16, 33)], ids=str)
+def test_layers_are_recovered_from_recomputes_that_leave_their_output_out(stages: tuple[int, int]) -> None:
+    """Whole layers, from stages of several and of one: with other cuts other layers are left whole."""
+    start = GPU.replace(accelerator=GPU.accelerator.replace(launch_overhead_s=0.0))
+    fields = {"num_ranks": 1, "forward_stages": stages[0], "backward_stages": stages[1]}
+    plan = gpu_plan(**fields)
+    found = calibrate(runs([plan], start), start).hardware
+    truth, fitted = CostModel.of(plan, start), CostModel.of(plan, found)
+    assert fitted.device_s("block", "recompute") == pytest.approx(truth.device_s("block", "recompute"), rel=0.01)
+    other = gpu_plan(num_ranks=1, forward_stages=4, backward_stages=11)
+    assert simulate(other, hardware=found).step_s == pytest.approx(simulate(other, hardware=start).step_s, rel=0.015)
+
+
 def test_a_run_without_an_undo_log_tells_the_rate_with_one() -> None:
     start = GPU.replace(cpu=GPU.cpu.replace(undo_slowdown=1.3, memory_bandwidth_bytes_per_s=1e14))
     plan = gpu_plan(options={"optimizer": "sync"})

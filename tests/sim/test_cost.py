@@ -147,6 +147,28 @@ def test_an_optimizer_that_need_not_undo_is_faster_where_a_profile_says_so() -> 
     assert rates["sync"] == pytest.approx(1.25 * rates["async"])
 
 
+def test_a_recompute_is_shorter_by_the_product_that_only_its_output_needs() -> None:
+    fields = {"num_ranks": 1, "forward_stages": 4, "backward_stages": 4, "global_batch": 4, "microbatch_size": 1,
+              "sequence": 2048, "precision": "bf16"}  # fmt: skip
+    plan = make_plan(MODEL, H200, **fields)  # type: ignore[arg-type]
+    block = MODEL.layer_forward_flops("block", 1, 2048, causal=True)
+    share = 2 * 2048 * MODEL.ffn_size * MODEL.hidden_size / block
+    assert 0.1 < share < 0.4
+    shorter = CostModel.of(plan)
+    whole = CostModel.of(make_plan(MODEL, H200, published=True, **fields))  # type: ignore[arg-type]
+    block_s = whole.device_s("block", "recompute")
+    assert shorter.stage_s(range(1, 4), "recompute") == pytest.approx((3 - share) * block_s)
+    assert whole.stage_s(range(1, 4), "recompute") == pytest.approx(3 * block_s)
+    for name in ("forward", "backward"):
+        assert shorter.stage_s(range(1, 4), name) == whole.stage_s(range(1, 4), name)  # type: ignore[arg-type]
+    top = range(MODEL.num_total_layers - 2, MODEL.num_total_layers)
+    for layers in (top, range(1)):
+        assert shorter.stage_s(layers, "recompute") == whole.stage_s(layers, "recompute")
+    assert CostModel.of(plan.replace(dropout=0.1)).unseen(range(2)) == 0
+    assert CostModel.of(plan.replace(compile_layers=True)).unseen(range(2)) == 0
+    assert MODEL.output_share("mlp", 2048) == pytest.approx(1 / 3)
+
+
 def test_ideal_costs_are_exact_constants() -> None:
     costs = cost_model(load_hardware("ideal"))
     assert costs.stage_s(range(MODEL.num_total_layers), "forward") == pytest.approx(32e-3, rel=1e-15)

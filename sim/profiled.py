@@ -20,6 +20,7 @@ WIDE = 0.1
 _USABLE = 0.95  # of the memory that was free
 _NVLINK = 1.3  # a copy between GPUs so many times as fast as one to the host does not go through PCIe
 _SHARED = 0.95  # copies of all GPUs at once that reach less of their sum share a link
+_MOST_OF_A_LOG = 1.5  # 12 bytes of log beside the 24 of optimizer state and those of weight and gradient
 _TOKENS = {"cuda": 100.0, "cpu": 32.0}  # half_efficiency_tokens where one shape cannot tell it
 
 
@@ -177,9 +178,10 @@ class _Assembly:
         }
 
     def undo_slowdown(self, with_undo: Sample, without: Sequence[Sample]) -> float:
-        """At least 1: what a log costs may be less than what repeated measurements differ by."""
+        """No less than 1, and no more than a log can add to what a step moves; a busy machine shows anything."""
         self.note("cpu.undo_slowdown", without)
-        return max(1.0, *(median(with_undo.seconds) / median(sample.seconds) for sample in without), 1.0)
+        ratios = [median(with_undo.seconds) / median(sample.seconds) for sample in without]
+        return min(max(1.0, *ratios), _MOST_OF_A_LOG) if ratios else 1.0
 
     def traffic(self, alone: Sample, steps: Sequence[Sample]) -> list[float]:
         """Bytes per second that the host's memory was seen to move: triad, the optimizer, and that beside copies."""

@@ -94,6 +94,7 @@ def test_a_known_gpu_host_is_recovered(tmp_path: Path) -> None:
     assert spec.cpu.adam_parameters_per_s == pytest.approx(truth.cpu.adam_parameters_per_s, rel=0.02)
     assert spec.cpu.undo_slowdown == pytest.approx(1.1, rel=0.02)
     assert hardware_of(gpu_profile(truth, undo_slowdown=0.9), "here").cpu.undo_slowdown == 1.0
+    assert hardware_of(gpu_profile(truth, undo_slowdown=75.0), "here").cpu.undo_slowdown == 1.5  # a busy machine
     assert spec.accelerator.launch_overhead_s == pytest.approx(8e-5, rel=0.02)
     assert spec.cpu.page_lock_bytes_per_s == pytest.approx(4e9, rel=0.02)
     assert spec.cpu.pageable_bytes_per_s == pytest.approx(9e9, rel=0.02)

@@ -12,7 +12,7 @@ with an error. The compute ceiling is measured in the same run, before and after
 and over for long enough that the clocks are those of a long run, times the number of microbatches.
 
 tokens/s, step     mean over the timed steps
-HFU                operations with recompute, over those of a bf16 matrix product measured in the same run
+HFU                operations with whole recompute, over those of a bf16 matrix product measured in the same run
 of ceiling         compute ceiling over step time
 GPU                most that PyTorch reserved; in use: on the whole device, contexts and all else too, sampled
 host               sum of Pss over the processes, while it grows; taken: by how much available memory fell

@@ -20,7 +20,6 @@ import argparse
 import json
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
+from folders import output_folder
 
 from spipe import runtime, sim
 from spipe.errors import SpipeError
@@ -53,7 +53,7 @@ ROUNDS = {"cuda": 1, "cpu": 3}
 def main() -> int:
     given = arguments()
     try:
-        with output_folder(given.output) as folder:
+        with output_folder(given.output, "bench-loop-") as folder:
             result = Loop(given, folder).run()
     except (SpipeError, runtime.RunFailedError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -79,18 +79,6 @@ def arguments() -> argparse.Namespace:
     if given.rounds is not None and given.rounds < 1:
         parser.error("--rounds starts at 1")
     return given
-
-
-@contextmanager
-def output_folder(given: Path | None) -> Iterator[Path]:
-    if given is None:
-        with tempfile.TemporaryDirectory(prefix="bench-loop-") as folder:
-            yield Path(folder)
-        return
-    if given.exists() and (not given.is_dir() or any(given.iterdir())):
-        raise SpipeError(f"--output {given} is there and not empty; give a new folder")
-    given.mkdir(parents=True, exist_ok=True)
-    yield given
 
 
 # Plans: the first one calibrates, the others are judged.

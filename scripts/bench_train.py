@@ -30,11 +30,10 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,6 +42,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from folders import output_folder
 from ours import compute_ceiling, run_ours
 from peers import CORES, PEERS, Work, reference
 from watching import watch
@@ -72,7 +72,7 @@ def main() -> int:
         systems = systems_of(given, plans)
         if not plans or ("ours" in systems and "ours" not in plans):
             plans["ours"] = plan_of(given)
-        with output_folder(given.output) as folder:
+        with output_folder(given.output, "bench-train-") as folder:
             Benchmark(given, plans, systems, folder).run()
     except SpipeError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -133,18 +133,6 @@ def systems_of(given: argparse.Namespace, plans: Iterable[str] = ()) -> list[str
         names.remove("ours")
         names = ["ours", *names, "ours"]
     return names
-
-
-@contextmanager
-def output_folder(given: Path | None) -> Iterator[Path]:
-    if given is None:
-        with tempfile.TemporaryDirectory(prefix="bench-train-") as folder:
-            yield Path(folder)
-        return
-    if given.exists() and (not given.is_dir() or any(given.iterdir())):
-        raise SpipeError(f"--output {given} is there and not empty; give a new folder")
-    given.mkdir(parents=True, exist_ok=True)
-    yield given
 
 
 # Our plan: it also tells the other systems model, batch, precision, optimizer and cap.

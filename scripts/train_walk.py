@@ -25,11 +25,9 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -37,6 +35,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from folders import output_folder
 
 import spipe
 from spipe.errors import SpipeError
@@ -71,7 +70,7 @@ class WalkError(Exception):
 def main() -> int:
     given = arguments()
     try:
-        with working_folder(given.output) as folder:
+        with output_folder(given.output, "train-walk-") as folder:
             report = Walk(given, folder).run()
     except (SpipeError, WalkError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -100,18 +99,6 @@ def arguments() -> argparse.Namespace:
         if getattr(given, name) is None:
             setattr(given, name, value)
     return given
-
-
-@contextmanager
-def working_folder(given: Path | None) -> Iterator[Path]:
-    if given is None:
-        with tempfile.TemporaryDirectory(prefix="train-walk-") as folder:
-            yield Path(folder)
-        return
-    if given.exists() and (not given.is_dir() or any(given.iterdir())):
-        raise SpipeError(f"--output {given} is there and not empty; give a new folder")
-    given.mkdir(parents=True, exist_ok=True)
-    yield given
 
 
 class Walk:

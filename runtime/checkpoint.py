@@ -7,12 +7,13 @@ the masters and moments by the same names, and ``state.json``. Nothing in it dep
 import contextlib
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from spipe.errors import SpipeError
 from spipe.layer_list import Model
@@ -31,6 +32,9 @@ FOLDER, STATE, MODEL_FOLDER = "checkpoints", "state.json", "model"
 STATES = ("master", "first_moment", "second_moment")
 
 
+Count = Annotated[int, Field(strict=True, ge=0)]
+
+
 @dataclass(frozen=True)
 class Position:
     """Where training stands: steps and sequences done, and the optimizer's scalars.
@@ -38,11 +42,11 @@ class Position:
     ``loss_scale`` is None before the first step: the plan says.
     """
 
-    step: int = 0
-    sequences: int = 0
-    loss_scale: float | None = None
-    num_updates: int = 0
-    good_steps: int = 0
+    step: Count = 0
+    sequences: Count = 0
+    loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    num_updates: Count = 0
+    good_steps: Count = 0
 
 
 START = Position()
@@ -60,6 +64,7 @@ class Checkpoint:
     data: str
     sequence: int | None = None
     global_batch: int | None = None
+    microbatch_size: int | None = None
 
     @classmethod
     def load(cls, folder: Path) -> "Checkpoint":
@@ -72,7 +77,10 @@ class Checkpoint:
             fields = {key: state[key] for key in ("step", "sequences", "loss_scale", "num_updates", "good_steps")}
             position = TypeAdapter(Position).validate_python(fields)
             model = TypeAdapter(Model).validate_python(state["model"])
-            shape = state.get("sequence"), state.get("global_batch")
+            named = re.fullmatch(r"step-(\d+)", folder.name)
+            if named and int(named[1]) != position.step:
+                raise ValueError(f"the folder is of step {int(named[1])}, the file of step {position.step}")
+            shape = (state.get(name) for name in ("sequence", "global_batch", "microbatch_size"))
             return cls(folder, position, model, state["precision"], state["seed"], state["data"], *shape)
         except OSError as error:
             raise SpipeError(f"{file}: cannot read the checkpoint ({error.strerror})") from None
@@ -116,10 +124,20 @@ class Checkpoint:
             ("precision", self.precision, plan.precision),
             ("sequence", self.sequence, plan.sequence),
             ("global_batch", self.global_batch, plan.global_batch),
+            ("microbatch_size", self.microbatch_size, plan.microbatch_size),
         ):
             if before not in (None, now):
-                also = ": sequences are other parts of the text now" if name == "sequence" else ""
+                also = {
+                    "sequence": ": sequences are other parts of the text now",
+                    "microbatch_size": ": gradients are rounded in another order, so that not every bit stays",
+                }.get(name, "")
                 found.append(f"the checkpoint was trained with {name} = {before}, this run has {now}{also}")
+        missing = huggingface.parameter_shapes(plan.model).keys() - self.weight_files().keys()
+        if missing:
+            found.append(
+                f"{self.folder}: {len(missing)} weights are missing ({min(missing)}, for one); the run makes them from "
+                "the masters, but the folder is no whole model"
+            )
         return found
 
     def files(self) -> dict[str, TensorFile]:

@@ -23,6 +23,7 @@ from spipe.plan import Plan
 VOCABULARY = 256
 TOKENS_FILE = "tokens.bin"
 _CHUNK = 1 << 24
+_ENOUGH = 64  # tokens of which every other one is not 0 by chance
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 
@@ -83,6 +84,15 @@ class Corpus:
                 f"{self.source}: token {largest} at position {first + int(part.argmax())}, but the model's vocabulary "
                 f"has {vocab_size} entries (0 to {vocab_size - 1}); use the model's own tokenizer, and say if tokens "
                 "have another width (token_bytes, 2 or 4)"
+            )
+
+    def check_width(self) -> None:
+        """Raises SpipeError if tokens of 2 bytes look as if they were halves of tokens of 4 bytes."""
+        part = self.tokens[: 1 << 16]
+        if part.dtype == np.uint16 and len(part) >= _ENOUGH and part.any() and not part[1::2].any():
+            raise SpipeError(
+                f"{self.source}: read as tokens of 2 bytes, every other one is 0; say how wide they are "
+                "(--token-bytes 4, or 2 if that is so)"
             )
 
     def split(self, validation_fraction: float, sequence: int) -> tuple["Corpus", "Corpus"]:

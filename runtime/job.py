@@ -166,6 +166,8 @@ class Job:
         """Text to train on, and to validate on; ``tokens``: the tokens of the text, if they are not yet in place."""
         path = (tokens or self.tokens_file) if self.tokenizer else self.data
         corpus = Corpus.load(path, self.token_width)
+        if tokens is not None:
+            corpus = replace(corpus, source=f"{self.data or 'the default text'}, by {self.tokenizer}")
         if not self.validation_fraction:
             return corpus, None
         return corpus.split(self.validation_fraction, self.plan.sequence)
@@ -283,6 +285,8 @@ class Job:
             return
         for corpus in self.corpora(tokens):
             if corpus is not None:
+                if self.token_bytes is None:
+                    corpus.check_width()
                 corpus.check(self.plan.sequence, self.vocab_size)
 
     def table_of_bytes(self) -> dict[str, int]:

@@ -194,6 +194,7 @@ class Saver:
             "precision": plan.precision,
             "sequence": plan.sequence,
             "global_batch": plan.global_batch,
+            "microbatch_size": plan.microbatch_size,
             "seed": plan.seed,
             "data": self.job.data_name,
             "plan": plan.digest(),

@@ -109,13 +109,18 @@ class TensorFile:
                 if stop > size - 8 - length:
                     raise ValueError(f"it has {size} bytes, {name} ends at byte {stop + 8 + length}")
                 if fields["dtype"] not in _DTYPES:
-                    raise ValueError(f"{name} is of type {fields['dtype']}; supported are {', '.join(_DTYPES)}")
+                    raise SpipeError(
+                        f"{path}: {name} is of type {fields['dtype']}, supported are {', '.join(_DTYPES)}; convert it, "
+                        "or leave it out if the model has no such parameter"
+                    )
                 entry = Entry(_DTYPES[fields["dtype"]], tuple(fields["shape"]), 8 + length + first)
                 if entry.count * entry.dtype.itemsize != stop - first:
                     raise ValueError(f"{name}: {stop - first} bytes do not make the shape {entry.shape}")
                 self.entries[name] = entry
         except OSError as error:
             raise SpipeError(f"{path}: cannot read this file ({error.strerror}); restore it") from None
+        except SpipeError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SpipeError(f"{path}: not a whole safetensors file ({error}); copy or download it again") from None
 

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -230,6 +230,18 @@ def _vacate(output: Path) -> None:
 
 
 def _claim_with_tokens(job: Job) -> None:
+    is_new = not job.output.exists()
+    try:
+        _take(job)
+    except BaseException:
+        if is_new:  # a run that is refused leaves nothing behind
+            _vacate(job.output)
+            with suppress(OSError):
+                job.output.rmdir()
+        raise
+
+
+def _take(job: Job) -> None:
     try:
         job.output.mkdir(parents=True, exist_ok=True)
         _occupy(job.output)

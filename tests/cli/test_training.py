@@ -350,6 +350,17 @@ def test_unfit_models_data_and_checkpoints_leave_nothing(
     assert message.count("has the shape [3, 5], the model needs") == min(
         10, int(re.findall(r"(\d+) of its", message)[0])
     )
+    header = json.dumps({"table": {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    (wrong / "model.safetensors.index.json").unlink(missing_ok=True)
+    for file in wrong.glob("*.safetensors"):
+        file.unlink()
+    (wrong / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    message = refused(*start, "--from", wrong)
+    assert "model.safetensors: table is of type I8, supported are F32, BF16, F16; convert it" in message
+    assert "download" not in message
+    np.arange(200, dtype=np.uint32).tofile(tmp_path / "wide.bin")
+    message = refused(*start, "--data", tmp_path / "wide.bin")
+    assert "every other one is 0; say how wide they are (--token-bytes 4" in message
     (tmp_path / "empty.txt").touch()
     assert "empty.txt: the file is empty" in refused(*start, "--data", tmp_path / "empty.txt")
     assert re.search("No such option.*--momentum", refused(*start, "--momentum", "0.9"))
@@ -386,3 +397,20 @@ def test_closed_standard_streams_are_no_error(plan_file: Path, tmp_path: Path) -
     for closed in (">&-", "2>&-", ">&- 2>&-", "<&-"):
         done = subprocess.run(f"{words} {closed}", shell=True, capture_output=True, text=True)
         assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_leaves_nothing(
+    refused: Refused, plan_file: Path, tmp_path: Path
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{number}": number for number in range(400)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text").write_text(" ".join(words) * 3)
+    run = tmp_path / "deep" / "run"
+    message = refused("run", plan_file, "--steps", 1, "-o", run, "--data", tmp_path / "text",
+                      "--tokenizer", tmp_path / "tokenizer.json")  # fmt: skip
+    assert re.search(r"text, by .*tokenizer.json: token \d+ at position \d+, but the model's vocabulary", message)
+    assert ".tokens.bin" not in message
+    assert not run.exists()

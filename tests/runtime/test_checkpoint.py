@@ -299,6 +299,10 @@ def test_unfit_checkpoints_are_refused(run_plan: RunPlan, small_plan: SmallPlan,
     for text, reason in (
         ("{", "Expecting property name"),
         (json.dumps(state | {"step": "two"}), "step: Input should be a valid integer"),
+        (json.dumps(state | {"step": -5}), "step: Input should be greater than or equal to 0"),
+        (json.dumps(state | {"sequences": -1}), "sequences: Input should be greater than or equal to 0"),
+        (json.dumps(state | {"loss_scale": 0}), "loss_scale: Input should be greater than 0"),
+        (json.dumps(state | {"step": 1}), "the folder is of step 2, the file of step 1"),
         (json.dumps({k: v for k, v in state.items() if k != "seed"}), "'seed'"),
         (json.dumps(state | {"model": {}}), "model|name"),
     ):
@@ -331,6 +335,25 @@ def test_other_data_are_told(run_plan: RunPlan, small_plan: SmallPlan, tmp_path:
         f"the checkpoint was trained on pydoc_data.topics, this run trains on {(tmp_path / 'text').resolve()}, from "
         f"sequence {plan.global_batch} on"
     )
+
+
+def test_what_costs_bits_or_weights_is_said(run_plan: RunPlan, small_plan: SmallPlan, tmp_path: Path) -> None:
+    """Microbatches of another size go on with other roundings; without its weights a checkpoint is no whole model."""
+    plan = small_plan(1, backward=1, microbatches=2, microbatch_size=2)
+    other = small_plan(1, backward=1, microbatches=1, microbatch_size=4)
+    run_plan(plan, 1, output=tmp_path / "run", checkpoint_every=1)
+    rows: list[dict[str, Any]] = []
+    run_plan(plan, 2, output=tmp_path / "same", resume=tmp_path / "run", log=rows.append)
+    assert not [row for row in rows if "message" in row and "checkpoint" in row["message"]]
+    (folder,) = find_checkpoints(tmp_path / "run")
+    for file in folder.glob("model*.safetensors"):
+        file.unlink()
+    run_plan(other, 2, output=tmp_path / "other", resume=tmp_path / "run", log=rows.append)
+    said = "\n".join(row["message"] for row in rows if "message" in row)
+    assert (
+        "the checkpoint was trained with microbatch_size = 2, this run has 4: gradients are rounded in another" in said
+    )
+    assert "weights are missing (lm_head.weight, for one)" in said
 
 
 def test_a_folder_belongs_to_one_run_at_a_time(small_plan: SmallPlan, run_plan: RunPlan, tmp_path: Path) -> None:

@@ -347,7 +347,8 @@ class Pricing:
         if seconds == 0:
             return seconds, None
         rate = parameters * model.adam_bytes / seconds
-        cores = model.adam_threads * (_STEP_CORES if program.options.optimizer_workers > 1 else 1.0)
+        cores = model.adam_share * self.hardware.cpu.cores  # as its rate: also of cores that do not divide
+        cores *= _STEP_CORES if program.options.optimizer_workers > 1 else 1.0
         uses: dict[int, float] = {}
         for domain, part in self.domains(program.rank[i], model.adam_threads):
             uses[self.num_edges + domain] = part * rate

@@ -77,6 +77,18 @@ def test_no_step_is_shorter_than_the_bounds(plan: Plan, contention: bool) -> Non
         assert seconds <= step_s * (1 + 1e-9), limit
 
 
+def test_several_steps_of_ranks_that_do_not_divide_the_cores_keep_to_the_bound() -> None:
+    """32 cores, three ranks, two STEPs of each at a time, and nothing else that takes any time."""
+    plan = make_plan(
+        load_model("tiny"), load_hardware("v100-ideal-host"), schedule="gpipe", num_ranks=3, forward_stages=1,
+        backward_stages=1, global_batch=1, microbatch_size=1, sequence=16, precision="fp16",
+        options={"optimizer": "stale", "optimizer_workers": 2},
+    )  # fmt: skip
+    limits = least_step_s(CostModel.of(plan), 3, 1, stale=True)
+    assert limits["optimizer"] == max(limits.values())
+    assert simulate(plan).step_s >= limits["optimizer"] * (1 - 1e-9)
+
+
 def test_the_bound_of_one_rank_is_its_compute_and_the_turn() -> None:
     hardware = load_hardware("v100-ideal-host")
     model = load_model("llama2-7b")

@@ -572,7 +572,7 @@ def test_stages_are_recorded_where_issuing_is_known_to_cost_something() -> None:
         recorded(profiled, dropout=0.1, cuda_graphs=True)
 
 
-def test_nothing_is_recorded_where_only_that_fits() -> None:
+def test_nothing_is_recorded_where_there_is_no_room_for_it() -> None:
     hardware = load_hardware("h200x1")
     issue_s = {"forward": 1e-3, "recompute": 1e-3, "backward": 2e-3}
     hardware = hardware.replace(accelerator=hardware.accelerator.replace(layer_issue_s=issue_s))

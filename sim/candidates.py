@@ -20,8 +20,8 @@ class Candidate:
     Attributes:
         forward_stages, backward_stages: per rank, rounded up.
         bound_s: no step of it can be faster.
-        cuts: how its layout is cut: ``balanced``, ``improved``, ``all`` (one of all that there are), or as a built-in
-            system does, ``preset``.
+        cuts: how its layout is cut: ``balanced``, ``wide`` (a stage per layer, but the top one), ``improved``, ``all``
+            (one of all that there are), or as a built-in system does, ``preset``.
         compute_threads: device ``cpu``: cores of a rank's compute lane.
     """
 

@@ -1,6 +1,7 @@
 """Search: the fastest plan that fits, over schedules, ranks, microbatches, stages, cuts and options.
 
-1. Candidates with balanced cuts are enumerated with a lower bound on their step time (``spipe.sim.bounds``).
+1. Candidates with balanced cuts, and on one rank such with a large top stage, are enumerated with a lower bound on
+   their step time (``spipe.sim.bounds``).
 2. In the order of their bounds, and in turn of every schedule, number of ranks and microbatch size, they are replayed
    without contention (``spipe.sim.replay``), until no bound is near the best time: as they are, and with as many layers
    held on accelerators as there is room for.
@@ -148,7 +149,7 @@ def search(
             choices = [True, False]
     for choice in choices:
         arguments["cuda_graphs"] = choice
-        space = make_space(**arguments)
+        space = replace(make_space(**arguments), wide_tops=cuts == "improve")
         ledger = Ledger(space.job, executor, progress or (lambda done, total, best: None))
         refused: dict[str, int] = {}
         try:
@@ -360,13 +361,12 @@ class _Search:
             self.ledger.ask(simulated, recut, simulations)
 
     def climb(self) -> None:
-        """Hold fewer or more layers on accelerators, as long as that makes the best plan faster."""
+        """Put accelerators' memory to other uses, as long as that makes the best plan faster."""
         simulations = self.ledger.simulated
         best = best_of(simulations, 1)[0]
-        tried: Verdicts = {}
-        while best.candidate.options.get("device_layers") and "device_layers" not in self.space.job.options:
-            held = self.space.held_next(best.candidate)
-            self.ledger.ask(simulated, [best.candidate.with_options(device_layers=n) for n in held], tried)
+        while True:
+            tried: Verdicts = {}
+            self.ledger.ask(simulated, [candidate for _, candidate in self.space.trades(best.candidate)], tried)
             before, best = best, best_of({best.candidate: best} | tried, 1)[0]
             if best == before:
                 return

@@ -9,7 +9,7 @@ from typing import Any
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec
 from spipe.layer_list import Model
-from spipe.layout import Layout, decoupled_layout
+from spipe.layout import Layout, Stage, decoupled_layout
 from spipe.options import Options
 from spipe.plan import ELEMENT_BYTES
 from spipe.schedules import SCHEDULES, get_schedule
@@ -48,6 +48,8 @@ class Space:
     full_forward: bool = False
     cross_mapping: bool = False
     """Whether all have the ranks of several hosts in the order of ``spipe.layout.cross_mapping``."""
+    wide_tops: bool = True
+    """Whether the top stage of one rank may have more layers than the others."""
 
     # ------------------------------------------------------------------ candidates
 
@@ -58,12 +60,13 @@ class Space:
             for size in self.microbatch_sizes:
                 for threads in self.compute_threads:
                     for schedule in self.schedules:
+                        made: list[Candidate] = []
                         for stages in self._stages(schedule, num_ranks):
                             try:
-                                candidate = self._candidate(schedule, num_ranks, size, *stages, threads)
+                                made.append(self._candidate(schedule, num_ranks, size, *stages, threads))
                             except SpipeError as error:
                                 refused[str(error)] = refused.get(str(error), 0) + 1
-                                continue
+                        for candidate in [*made, *self._wide_tops(made)]:
                             same = (get_schedule(schedule).compute_order, candidate.layout, size, threads)
                             found.setdefault(same, candidate)
         return sorted(found.values(), key=lambda candidate: candidate.key)
@@ -91,18 +94,34 @@ class Space:
                 yield replace(preset.with_options(**options), cuts="preset")
 
     def variations(self, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
-        """The same candidate with one option changed, or with its ranks in other places, by what is changed."""
-        for variation in (*VARIATIONS, *({"device_layers": held} for held in self.held_next(candidate))):
+        """The same candidate with one option changed, memory put to another use, or its ranks in other places."""
+        first_held = () if candidate.options.get("device_layers") else self.held_next(candidate)
+        for variation in (*VARIATIONS, *({"device_layers": held} for held in first_held)):
             (name,) = variation
             if name in self.job.options or candidate.options.get(name) == variation[name]:
                 continue
             if name == "optimizer_workers" and not self.job.contention:
                 continue  # what two STEPs at a time share is all that keeps them from being twice as fast
             yield f"{name} = {variation[name]}", candidate.with_options(**variation)
+        yield from self.trades(candidate)
         if self.cross_mapping:
             return
         for number, mapped in enumerate(ranks_mapped(candidate, self.job.hardware, self.job.costs(candidate))):
             yield f"ranks in order {number}", mapped
+
+    def trades(self, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+        """Accelerators' memory put to another use, by what for: fewer or more layers are held, if any are, and, on one
+        rank, fewer or more are in the top stage: one, or what a held layer makes room for."""
+        held = candidate.options.get("device_layers", 0)
+        fixed = not held or "device_layers" in self.job.options
+        for number in (held, *([] if fixed else self.held_next(candidate))):
+            widths = (-1, 1) if number == held else range(0, 5) if number < held else range(0, -5, -1)
+            for more in widths:
+                shape = self._with_top(candidate, more) if more else candidate
+                if shape is not None:
+                    width = len(shape.layout.backward[-1].layers)
+                    changed = shape.with_options(device_layers=number) if number else shape
+                    yield f"{number} layers held, {width} in the top stage", changed
 
     def held_next(self, candidate: Candidate) -> list[int]:
         """Numbers of layers to hold that are tried next: a few if it holds none, else one fewer and one more."""
@@ -172,6 +191,46 @@ class Space:
             schedule, num_ranks, forward, backward, size, count, layout, 0.0, options, compute_threads=threads
         )
         return unbounded.bounded(costs, self.job.options)
+
+    def _with_top(self, candidate: Candidate, more: int) -> Candidate | None:
+        """With so many more layers in the top stage of one rank (all of the stages that they are in), or fewer (which
+        get stages of their own); None where that cannot be."""
+        forward, backward = candidate.layout.forward, candidate.layout.backward
+        first = backward[-1].first - more
+        if not self._may_have_wide_top(candidate) or not 0 <= first < backward[-1].stop:
+            return None
+        first = max((stage.first for stage in backward if stage.first <= first), default=0) if more > 0 else first
+        alone = tuple(Stage(layer, layer + 1, 0) for layer in range(backward[-1].first, first))
+        below = tuple(replace(stage, stop=min(stage.stop, first)) for stage in forward if stage.first < first)
+        kept = tuple(stage for stage in backward[:-1] if stage.stop <= first)
+        return self._recut(candidate, (*below, *alone), (*kept, *alone, Stage(first, backward[-1].stop, 0)))
+
+    def _may_have_wide_top(self, candidate: Candidate) -> bool:
+        possible = self.wide_tops and not self.full_forward and candidate.num_ranks == 1
+        return possible and candidate.schedule in ("spipe", "mobius")
+
+    def _recut(self, like: Candidate, forward: tuple[Stage, ...], backward: tuple[Stage, ...]) -> Candidate | None:
+        """Other stages for one rank; None if the numbers of stages are fixed, and not to these."""
+        numbers = len(forward), len(backward)
+        fixed = self.forward_stages, self.backward_stages
+        if any(wanted and number not in wanted for number, wanted in zip(numbers, fixed, strict=True)):
+            return None
+        layout = replace(like.layout, forward=forward, backward=backward)
+        other = replace(like, forward_stages=numbers[0], backward_stages=numbers[1], layout=layout)
+        return other.bounded(self.job.costs(other), self.job.options)
+
+    def _wide_tops(self, made: Sequence[Candidate]) -> Iterator[Candidate]:
+        """For one rank: a stage per layer, but several in the top one, of whose layers no forward is needed.
+
+        Balanced stages keep ranks from waiting for each other; one rank waits for none, and saves a forward with every
+        layer that its memory has room for in the top stage.
+        """
+        layers = self.job.model.num_total_layers
+        for width in (width for width in STAGES_PER_RANK if 1 < width < layers):
+            stages = tuple(Stage(layer, layer + 1, 0) for layer in range(layers - width))
+            for like in filter(self._may_have_wide_top, made[:1]):
+                if wide := self._recut(like, stages, (*stages, Stage(layers - width, layers, 0))):
+                    yield replace(wide, cuts="wide")
 
     def _stages(self, schedule: str, num_ranks: int) -> Iterator[tuple[int, int]]:
         """(F, B): stages per rank of forward and backward."""

@@ -11,10 +11,11 @@ from spipe.check import check
 from spipe.errors import SpipeError
 from spipe.hardware import HardwareSpec, MeasuredLayer, load_hardware
 from spipe.layer_list import LayerListSpec, LayerSpec
+from spipe.layout import Layout, Stage
 from spipe.memory import memory
 from spipe.model import LayerKind, ModelSpec, PassName, load_model
 from spipe.options import Options
-from spipe.plan import make_plan
+from spipe.plan import LayoutSpec, make_plan
 from spipe.sim import SearchResult, ledger, search, search_for, simulate
 from spipe.sim.cost import CostModel
 from spipe.sim.objectives import dollars, dollars_per_hour, dollars_per_token, priced_by
@@ -588,3 +589,28 @@ def test_nothing_is_recorded_where_there_is_no_room_for_it() -> None:
     between = sum(needs) / 2
     assert not search(BLOCKS, hardware, max_rank_bytes=between, **fields).plan.cuda_graphs
     assert search(BLOCKS, hardware, max_rank_bytes=1.01 * needs[1], **fields).plan.cuda_graphs
+
+
+@pytest.mark.parametrize(("room_gib", "gain"), [(9.0, -0.001), (20.0, 0.05)])
+def test_one_rank_gives_its_memory_to_the_top_stage_as_long_as_that_helps(room_gib: float, gain: float) -> None:
+    """No forward is needed of what the top stage recomputes, but held layers need memory, too. No plan with a stage per
+    block, any top and any few layers held is better, though only some are tried."""
+    model = ModelSpec(name="deep", num_layers=8, hidden_size=4096, ffn_size=11008, num_heads=32, vocab_size=32000)
+    arguments: dict[str, Any] = {
+        "global_batch": 16, "sequence": 2048, "microbatch_size": 2, "precision": "bf16",
+        "max_rank_bytes": room_gib * 2**30,
+    }  # fmt: skip
+    found = search(model, load_hardware("h200x1"), **arguments)
+    balanced = search(model, load_hardware("h200x1"), cuts="balanced", **arguments)
+    assert found.simulation.step_s < (1 - gain) * balanced.simulation.step_s
+    layers = model.num_total_layers
+    options = found.plan.options.model_dump(exclude_defaults=True) | {"stage_input_route": "host"}
+    for width in range(1, layers):
+        below = tuple(Stage(layer, layer + 1, 0) for layer in range(layers - width))
+        layout = Layout(layers, 1, below, (*below, Stage(layers - width, layers, 0)))
+        for held in (0, 1, 2, 3):
+            other = found.plan.replace(
+                layout=LayoutSpec.of(layout), options=Options(**{**options, "device_layers": held})
+            )
+            if max(memory(other).rank_bytes) <= arguments["max_rank_bytes"]:
+                assert simulate(other).step_s > 0.99 * found.simulation.step_s

@@ -13,7 +13,7 @@ and over for long enough that the clocks are those of a long run, times the numb
 
 tokens/s, step     mean over the timed steps
 HFU                operations with whole recompute, over those of a bf16 matrix product measured in the same run
-of ceiling         compute ceiling over step time
+of ceiling         compute ceiling over step time: of the forwards and recomputes that the plan has, of all for peers
 GPU                most that PyTorch reserved; in use: on the whole device, contexts and all else too, sampled
 host               sum of Pss over the processes, while it grows; taken: by how much available memory fell
 exact              whether every step uses the weights of the step before (peers: by their documentation)
@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 import torch
 from folders import output_folder
-from ours import compute_ceiling, run_ours
+from ours import ceiling_s, compute_ceiling, run_ours
 from peers import CORES, PEERS, Work, reference
 from watching import watch
 
@@ -185,11 +185,12 @@ def plan_of(
 
 
 def stage_per_block(model: ModelSpec, sequence: int) -> Layout:
-    """A stage per block; the embedding goes with the first, the head has one of its own, forward only below it."""
-    last = model.num_layers
-    blocks = [Stage(0, 2, 0), *(Stage(i, i + 1, 0) for i in range(2, last + 1))]
-    costs = relative_layer_costs(model, sequence)
-    return Layout(len(costs), 1, tuple(blocks), (*blocks, Stage(last + 1, last + 2, 0)), tuple(costs))
+    """A stage per block; the embedding goes with the first, the top one has two blocks and the head, as long as there
+    are more. Forward runs only what is below the top stage."""
+    layers = model.num_total_layers
+    top = max(2, layers - 3)
+    below = (Stage(0, 2, 0), *(Stage(i, i + 1, 0) for i in range(2, top)))
+    return Layout(layers, 1, below, (*below, Stage(top, layers, 0)), tuple(relative_layer_costs(model, sequence)))
 
 
 def require_same_job(plan: Plan, model: ModelSpec, given: argparse.Namespace, file: str) -> None:
@@ -310,7 +311,6 @@ class Benchmark:
         model, plan, gpus = self.plan.model, self.plan, self.given.gpus
         good = [ceiling for ceiling in self.ceilings if not ceiling.get("error")]
         if good:
-            step_s = mean(ceiling["step_s"] for ceiling in good)
             rate = mean(ceiling["matmul_flops_per_s"] for ceiling in good)
             forward = {
                 kind: model.layer_forward_flops(kind, plan.global_batch, plan.sequence, causal=True)
@@ -319,9 +319,11 @@ class Benchmark:
             flops = 4 * model.num_layers * forward["block"] + 3 * forward["head"]
             for row in self.rows:
                 if not row["error"]:
-                    used = self.plans[row["system"]].layout.num_ranks if row["system"] in self.plans else gpus
+                    own = self.plans.get(row["system"])
+                    used = own.layout.num_ranks if own else gpus
                     row["hfu"] = flops / row["step_s"] / used / rate
-                    row["share_of_ceiling"] = step_s * gpus / used / row["step_s"]
+                    least_s = mean(ceiling_s(ceiling, own or plan, whole=not own) for ceiling in good)
+                    row["share_of_ceiling"] = least_s / row["step_s"]
         return {
             "rows": self.rows,
             "machine": machine() | (good[0]["machine"] if good else {}),

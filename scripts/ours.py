@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from math import ceil
 from statistics import median
@@ -16,7 +17,9 @@ from spipe import runtime
 from spipe.memory import memory
 from spipe.metrics import analyse
 from spipe.ops import COMPUTE
+from spipe.plan import Plan
 from spipe.runtime import layers
+from spipe.sim.cost import CostModel
 from spipe.trace import Trace
 
 
@@ -66,6 +69,26 @@ def gaps(trace: Trace, step: int, number: int) -> list[str]:
     return lines
 
 
+def ceiling_s(times: Mapping[str, float], plan: Plan, *, whole: bool = False) -> float:
+    """Seconds of a step's compute on each rank, from those of isolated passes (``compute_ceiling``).
+
+    A plan leaves out the forward of what its top stage recomputes, and of a recompute what only its stage's output
+    needs; ``whole``: nothing is left out, as other systems do.
+    """
+    model, layout = plan.model, plan.layout.layout()
+    costs = CostModel.of(plan)
+    blocks = [layer for layer in range(layout.num_layers) if model.layer_kind(layer) == "block"]
+    forward = len(blocks) if whole else sum(layer in stage.layers for stage in layout.forward for layer in blocks)
+    without_output = 0 if whole else sum(costs.unseen(stage.layers) > 0 for stage in layout.backward)
+    microbatch_s = (
+        forward * times["block_forward_s"]
+        + without_output * times["block_recompute_and_backward_s"]
+        + (len(blocks) - without_output) * times["block_whole_recompute_and_backward_s"]
+        + times["head_s"]
+    )
+    return plan.num_microbatches * microbatch_s / layout.num_ranks
+
+
 def compute_ceiling(work: Work) -> dict[str, Any]:
     """Seconds that the compute of a step takes when nothing else happens, and the rate of a matrix product."""
     plan, model, dtype = work.plan, work.plan.model, work.dtype
@@ -88,8 +111,8 @@ def compute_ceiling(work: Work) -> dict[str, Any]:
         with torch.no_grad():
             layers.block(block, x, model, rotary)
 
-    def recompute_and_backward() -> None:  # gradients of parameters are accumulated, as in training
-        layers.block(block, x, model, rotary, output=plan.options.recompute_output).backward(gradient)
+    def recompute_and_backward(output: bool) -> None:  # gradients of parameters are accumulated, as in training
+        layers.block(block, x, model, rotary, output=output).backward(gradient)
         x.grad = None
 
     def head_and_backward() -> None:
@@ -98,16 +121,16 @@ def compute_ceiling(work: Work) -> dict[str, Any]:
 
     passes = {
         "block_forward_s": forward,
-        "block_recompute_and_backward_s": recompute_and_backward,
+        "block_recompute_and_backward_s": partial(recompute_and_backward, False),
+        "block_whole_recompute_and_backward_s": partial(recompute_and_backward, True),
         "head_s": head_and_backward,
         "matmul_s": lambda: square @ square,
     }
     times = {name: sustained(work_once, device) for name, work_once in passes.items()}
-    block_s = times["block_forward_s"] + times["block_recompute_and_backward_s"]
     facts = {"gpu": torch.cuda.get_device_name(), "num_gpus": torch.cuda.device_count()} if work.on_gpu else {}
     return {
         **times,
-        "step_s": plan.num_microbatches * (model.num_layers * block_s + times["head_s"]) / plan.layout.num_ranks,
+        "step_s": ceiling_s(times, plan),
         "matmul_flops_per_s": 2 * len(square) ** 3 / times["matmul_s"],
         "machine": facts,
         "lines": [

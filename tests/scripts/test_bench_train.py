@@ -196,3 +196,18 @@ def test_a_whole_benchmark_in_miniature(
     assert result["check"]["max_difference"] < 1e-5
     assert (output / "2-reference.log").exists()
     assert "compute gaps of rank 0" in capsys.readouterr().out
+
+
+def test_a_ceiling_counts_the_passes_that_a_plan_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_train.py", "--layers", "6"])
+    plan = bench_train.plan_of(bench_train.arguments())
+    assert [(stage.first, stage.stop) for stage in plan.layout.forward] == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert [(stage.first, stage.stop) for stage in plan.layout.backward][-1] == (5, 8)
+    times = {
+        "block_forward_s": 1.0, "block_recompute_and_backward_s": 10.0, "block_whole_recompute_and_backward_s": 100.0,
+        "head_s": 1000.0,
+    }  # fmt: skip
+    assert bench_train.ceiling_s(times, plan) == 8 * (4 * 1 + 4 * 10 + 2 * 100 + 1000)
+    assert bench_train.ceiling_s(times, plan, whole=True) == 8 * (6 * 1 + 6 * 100 + 1000)
+    output = plan.replace(options=plan.options.model_copy(update={"recompute_output": True}))
+    assert bench_train.ceiling_s(times, output) == 8 * (4 * 1 + 6 * 100 + 1000)
